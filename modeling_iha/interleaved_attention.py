@@ -33,7 +33,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .interleaving import MixedHeads
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
-from .sdpa_in_blocks import Backend, additive, mask_without_padding, read_call
+from .sdpa_in_blocks import Backend, additive, is_for_any_length, mask_without_padding, read_call
 from .transformers_versions import CACHE, IS_FROM_5_24, pop_cache
 from .virtual_tokens import (
     PREFIX,
@@ -245,7 +245,7 @@ def prepare_call(names: list[str], decoder: PreTrainedModel, args: tuple, kwargs
 def is_of_user(mask: Any, tokens: torch.Tensor) -> bool:
     """Return whether a mask is a user's or none, and not one of `interleaved_mask`, which `generate` passes.
 
-    A dense one of ours has N * P rows, and a user's N."""
+    A dense one of ours has N * P rows, with P of at least 2, and a user's N."""
     if mask is None:
         return True
     return isinstance(mask, torch.Tensor) and (mask.ndim == 2 or (mask.ndim == 4 and mask.shape[2] == tokens.shape[1]))
@@ -261,7 +261,8 @@ def arguments_for_layers(
 ) -> dict[str, Any]:
     """Return the keyword arguments that tell all layers what a call declares, without dense masks if they can.
 
-    `is_cached` is true too if the base will make a cache. Packed documents are told apart, or raise a ValueError:
+    `is_cached` is true too if the base will make a cache. For bases with windows `prepare_call` gives one. Packed
+    documents are told apart, or raise a ValueError:
 
         core                              no cache      the base makes one     one is given
         `sdpa_in_blocks`, if it is told   by bounds     by bounds              ValueError
@@ -274,7 +275,9 @@ def arguments_for_layers(
     fields = ("interleaved_window", "sliding_window", "attention_chunk_size")
     window = min(getattr(config, field, None) or math.inf for field in fields)
     # `interleave_heads` has tried whether the base passes bounds on. Flash functions look at positions by themselves.
-    takes_bounds = backend.core == SDPA_IN_BLOCKS and getattr(config, "passes_cu_seq_lens", False)
+    # An export has dense masks, which know documents by positions alone.
+    passes_bounds = getattr(config, "passes_cu_seq_lens", False) and not is_for_any_length()
+    takes_bounds = backend.core == SDPA_IN_BLOCKS and passes_bounds
     tells_apart = takes_bounds or "flash" in backend.core
     if bounds is not None and positions is None and not tells_apart:
         raise ValueError(
@@ -282,7 +285,7 @@ def arguments_for_layers(
             "position_ids that restart where documents begin."
         )
     makes_cache = is_cached and cache is None
-    # Next to a cache that the base makes, Transformers looks for no documents.
+    # Next to a cache that the base makes, the mask functions of Transformers look for no documents.
     can_read_positions = positions is None or not is_tracing(positions)
     joins_documents = makes_cache and not (tells_apart and (can_read_positions or bounds is not None))
     call = read_call(backend, tokens, mask, positions, cache, bounds, window, makes_cache, joins_documents)

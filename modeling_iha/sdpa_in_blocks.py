@@ -192,6 +192,7 @@ def with_documents(call: Call, backend: Backend, begins: torch.Tensor) -> Call:
 
 
 def with_a_document_for_each_row(call: Call, backend: Backend) -> Call:
+    """Add the rows as documents, by which layers know that a mask of ones hides nothing."""
     return call._replace(documents=row_bounds(call.rows, call.tokens, backend.device), longest=call.tokens)
 
 
@@ -297,7 +298,7 @@ def mask_in_blocks(batch_size: int, q_length: int, attention_mask=None, **kwargs
 class Visibility(NamedTuple):
     """Say by FlashAttention's contract which earlier keys each query sees, in a call with a flat mask.
 
-    A field is `None` where it hides nothing. There is padding or there are documents, and not both."""
+    A field is `None` where it hides nothing. Where a call has both, padding is among the documents."""
 
     padding: torch.Tensor | None  # the flat mask, bool [batch, keys], false for padding
     documents: torch.Tensor | None  # where the documents of all rows begin, and the end, int32 [documents + 1]
