@@ -29,7 +29,7 @@ from modeling_iha import IHAConfig, IHAForCausalLM, mixing_parameters
 
 
 PRESETS = {"small-1m-paired-heads": {}, "small-1m-iha": {"num_pseudo_heads": 4}}
-# Rates in factors of two around the best that we know for AdamW at this size.
+# Rates in factors of two around the best of each optimizer at this size.
 RATES = {"adamw": (5e-4, 1e-3, 2e-3, 4e-3), "muon": (2e-3, 4e-3, 8e-3, 16e-3)}
 SEEDS = (0, 1, 2)
 SEED_OF_RATES = 100  # on which the rates are compared, and nothing else

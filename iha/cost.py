@@ -22,7 +22,7 @@ from iha.plain_models import compared_with
 from iha.step_memory import StepMemory, Way, of_sharded_training, of_training
 
 
-# What a step does to save memory -> its figure. The first, without a name, saves none.
+# The memory and the seconds of a step, by the names of the ways to save memory. The first, "", saves none.
 Peaks = dict[str, StepMemory]
 Times = dict[str, float]
 COLUMNS = ("parameters", "prefill FLOPs", "training FLOPs", "decode FLOPs", "cached / token")

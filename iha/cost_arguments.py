@@ -69,9 +69,10 @@ class CostArguments:
             raise UserError(f"--steps {self.steps}: give --tflops too, from which the hours follow.")
         if self.fields and self.preset is None:
             raise UserError("--set changes the fields of a preset: give one with --preset.")
-        for name, option in (("num_pseudo_heads", "--num-pseudo-heads"), ("sliding_window", "--window")):
-            if name in self.fields and getattr(self, option.removeprefix("--").replace("-", "_")) is not None:
-                raise UserError(f"--set {name} and {option} both say the same field: give one.")
+        if "num_pseudo_heads" in self.fields and self.num_pseudo_heads is not None:
+            raise UserError("--set num_pseudo_heads and --num-pseudo-heads both say the same field: give one.")
+        if "sliding_window" in self.fields and self.window is not None:
+            raise UserError("--set sliding_window and --window both say the same field: give one.")
         if self.preset is not None and self.preset not in preset_names():
             raise UserError(f"--preset {self.preset}: expected one of {', '.join(preset_names())}.")
         if self.json is not None:

@@ -9,7 +9,7 @@ from transformers import initialization as init
 class Mixing(nn.Module):
     """Hold weights of order 1 that mix heads, and learn them at a multiple of the optimizer's rate.
 
-    Of a weight w the layers use the value
+    The layers use the value of a weight w, and not w itself:
 
         value = start + s * w
         gradient of w = gradient of the value    (and not s times as much)

@@ -312,7 +312,7 @@ def test_a_missing_card_is_rendered_and_an_incomplete_one_completed(directory, h
     push("--license", "apache-2.0")
     card = hub.head("me/iha")["README.md"].decode()
     assert "license: apache-2.0" in card and "The weights are under apache-2.0." in card and "is known" not in card
-    # Nor did it know that there is no base model. The second time the card has the same text.
+    # The card had a base model's limits until the push said that there is none. A second push changes no text.
     (directory / "README.md").write_text(render_card(small_config(), "./a/directory", license="mit"))
     for _ in range(2):
         push("--base-model", "none")

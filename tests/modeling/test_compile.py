@@ -225,6 +225,26 @@ def test_a_trace_is_for_any_length(name):
         assert_close(program(input_ids, mask)[mask.bool()], expected[mask.bool()])
 
 
+@pytest.mark.parametrize("name", ["iha", "interleaved", "some interleaved"])
+def test_a_trace_keeps_packed_documents_apart(name):
+    """Declare them by both ways: a trace has dense masks, which know documents by positions alone."""
+    model = WAYS[name](None)
+
+    class Packed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids, position_ids, bounds):
+            options = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "use_cache": False}
+            return self.model(input_ids, position_ids=position_ids, **options).logits
+
+    call = (random_ids(1, 9), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), torch.tensor([0, 4, 9], dtype=torch.int32))
+    expected = Packed()(*call)
+    program = torch.jit.trace(Packed(), call, check_trace=False)
+    assert_close(program(*call), expected)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
 def test_generated_code():
