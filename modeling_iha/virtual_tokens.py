@@ -130,17 +130,21 @@ def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head,
     query_token, key_token = queries // num_pseudo_heads, keys // num_pseudo_heads
     # Query n * P + p sees pseudo-heads up to p of the tokens that n sees, and later ones of those that n - 1 sees.
     up_to_p = sees_token(batch, head, query_token, key_token)
-    continues = sees_token(batch, head, query_token, query_token - 1)  # false where a document begins at n
-    of_token_before = continues & sees_token(batch, head, query_token - 1, key_token)
-    is_earlier = key_token < query_token  # for n = 0 the lookup at -1 has read the last token
-    is_within_image = up_to_p & (key_token > query_token)  # in masks that are not causal
-    above_p = (of_token_before & is_earlier) | is_within_image
+    above_p = token_before_sees(sees_token, batch, head, query_token, key_token)
+    above_p = above_p | (up_to_p & (key_token > query_token))  # in masks that are not causal, as within an image
 
     is_above_p = key % num_pseudo_heads > query % num_pseudo_heads
     if is_grid:
         both = torch.broadcast_tensors(up_to_p, above_p)
         up_to_p, above_p = (repeat_pairs(each, num_pseudo_heads) for each in both)
     return (up_to_p & ~is_above_p) | (above_p & is_above_p)
+
+
+def token_before_sees(sees_token: Callable, batch, head, query, key) -> torch.Tensor:
+    """Return whether the token before a query sees a key, if both are of the query's document, by places of tokens."""
+    continues = sees_token(batch, head, query, query - 1)  # false where a document begins
+    is_earlier = key < query  # for the first query the lookup at -1 reads the last token
+    return continues & sees_token(batch, head, query - 1, key) & is_earlier
 
 
 def repeat_pairs(mask: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
