@@ -33,7 +33,14 @@ from transformers.utils.import_utils import is_tracing
 
 from .interleaving import MixedHeads
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
-from .sdpa_in_blocks import Backend, additive, is_for_any_length, mask_without_padding, read_call
+from .sdpa_in_blocks import (
+    Backend,
+    additive,
+    documents_known_by,
+    is_for_any_length,
+    mask_without_padding,
+    read_call,
+)
 from .transformers_versions import CACHE, IS_FROM_5_24, pop_cache
 from .virtual_tokens import (
     PREFIX,
@@ -228,17 +235,16 @@ def prepare_call(names: list[str], decoder: PreTrainedModel, args: tuple, kwargs
     if "logits_to_keep" in names:
         kwargs["logits_to_keep"] = None
     cache = pop_cache(kwargs)
-    is_cached = cache is not None or makes_cache(decoder, kwargs.get("use_cache"))
-    if cache is None and is_cached and getattr(config, "sliding_window", None):
+    base_makes_cache = cache is None and makes_cache(decoder, kwargs.get("use_cache"))
+    if base_makes_cache and getattr(config, "sliding_window", None):
         # The base would make it too late for `keep_windows`. From here on it counts as one that the caller gave.
-        cache = DynamicCache(config=decoder.config)
+        cache, base_makes_cache = DynamicCache(config=decoder.config), False
     if cache is not None:
         keep_windows(decoder, cache)
         kwargs[CACHE] = cache
     tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
     if tokens is not None and is_of_user(kwargs.get("attention_mask"), tokens):
-        backend = Backend.of_model(core_of(config), decoder.dtype, tokens.device)
-        kwargs |= arguments_for_layers(config, backend, tokens, cache, is_cached, kwargs)
+        kwargs |= arguments_for_layers(decoder, tokens, cache, base_makes_cache, kwargs)
     return args[len(names) :], kwargs
 
 
@@ -252,51 +258,50 @@ def is_of_user(mask: Any, tokens: torch.Tensor) -> bool:
 
 
 def arguments_for_layers(
-    config: PreTrainedConfig,
-    backend: Backend,
-    tokens: torch.Tensor,
-    cache: Cache | None,
-    is_cached: bool,
-    kwargs: dict,
+    decoder: PreTrainedModel, tokens: torch.Tensor, cache: Cache | None, base_makes_cache: bool, kwargs: dict
 ) -> dict[str, Any]:
     """Return the keyword arguments that tell all layers what a call declares, without dense masks if they can.
 
-    `is_cached` is true too if the base will make a cache. For bases with windows `prepare_call` gives one. Packed
-    documents are told apart, or raise a ValueError:
+    Packed documents are told apart, or raise a ValueError. (For bases with windows `prepare_call` gives the cache.)
 
-        core                              no cache      the base makes one     one is given
-        `sdpa_in_blocks`, if it is told   by bounds     by bounds              ValueError
-        flash functions                   by positions  by positions           ValueError
-        any other                         by positions  ValueError             ValueError
+        known by (`documents_of_base`)    no cache      the base makes one     one is given
+        "bounds"                          told apart    told apart             ValueError
+        "positions"                       told apart    told apart             ValueError
+        "masks"                           told apart    ValueError             ValueError
     """
+    config = decoder_config(decoder)
     mask, positions, bounds = (kwargs.get(name) for name in ("attention_mask", "position_ids", "cu_seq_lens_q"))
     if positions is not None and positions.ndim != 2:  # of a model of images: [4, rows, N] with those of text first
         positions = positions[0] if len(positions) == 4 else None
-    fields = ("interleaved_window", "sliding_window", "attention_chunk_size")
-    window = min(getattr(config, field, None) or math.inf for field in fields)
-    # `interleave_heads` has tried whether the base passes bounds on. Flash functions look at positions by themselves.
-    # An export has dense masks, which know documents by positions alone.
-    passes_bounds = getattr(config, "passes_cu_seq_lens", False) and not is_for_any_length()
-    takes_bounds = backend.core == SDPA_IN_BLOCKS and passes_bounds
-    tells_apart = takes_bounds or "flash" in backend.core
-    if bounds is not None and positions is None and not tells_apart:
+    knows_documents_by = documents_of_base(config, positions, bounds)
+    backend = Backend.of_model(core_of(config), decoder.dtype, tokens.device, knows_documents_by)
+    if bounds is not None and positions is None and knows_documents_by == "masks":
         raise ValueError(
             f"attn_implementation={backend.core!r} tells documents by position_ids alone: next to cu_seq_lens_q pass "
             "position_ids that restart where documents begin."
         )
-    makes_cache = is_cached and cache is None
-    # Next to a cache that the base makes, the mask functions of Transformers look for no documents.
-    can_read_positions = positions is None or not is_tracing(positions)
-    joins_documents = makes_cache and not (tells_apart and (can_read_positions or bounds is not None))
-    call = read_call(backend, tokens, mask, positions, cache, bounds, window, makes_cache, joins_documents)
+    fields = ("interleaved_window", "sliding_window", "attention_chunk_size")
+    window = min(getattr(config, field, None) or math.inf for field in fields)
+    call = read_call(backend, tokens, mask, positions, cache, bounds, window, base_makes_cache)
     if call.dense is not None:
         return {"attention_mask": dense_mask_of_user(call.dense, backend.core, config)}
-    if call.documents is None or not takes_bounds:
+    if call.documents is None or knows_documents_by != "bounds":
         return {}
     found = call.keyword_arguments()
     if mask is None and cache is None:  # the base would look for documents too, and ask for a dense mask
         found["attention_mask"] = mask_without_padding(tokens)
     return found
+
+
+def documents_of_base(config: PreTrainedConfig, positions: torch.Tensor | None, bounds: torch.Tensor | None) -> str:
+    """Return what the layers of a base know packed documents by: see `documents_known_by`."""
+    core = core_of(config)
+    if bounds is None and positions is not None and is_tracing(positions):
+        return "masks"  # code cannot find bounds in positions that it does not know
+    # `interleave_heads` has tried whether the base passes bounds on. An export has dense masks.
+    if core == SDPA_IN_BLOCKS and (is_for_any_length() or not getattr(config, "passes_cu_seq_lens", False)):
+        return "masks"
+    return documents_known_by(core)
 
 
 def dense_mask_of_user(mask: torch.Tensor, core: str, config: PreTrainedConfig) -> torch.Tensor:
@@ -328,7 +333,7 @@ def keep_windows(model: PreTrainedModel, cache: Cache) -> None:
     window = getattr(config, "sliding_window", None)
     if window:
         keep_window_edge(cache, window)
-        return
+        return  # The base has made the sliding layers that it needs, and another window is in the masks.
     if config.interleaved_window is None or "flex" in config._attn_implementation:  # a `BlockMask` cannot be cut
         return
     # CODEPATH: a window of the interleaved layers alone. With chunks, Transformers takes the length of their masks

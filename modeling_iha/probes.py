@@ -159,7 +159,7 @@ def passes_lengths(model: PreTrainedModel) -> bool:
     if getattr(config, "attention_chunk_size", None) is not None:
         return False
     tokens = torch.arange(3, 10, device=model.device)[None] % config.vocab_size
-    backend = Backend(SDPA_IN_BLOCKS, model.device, model.dtype)
+    backend = Backend.of_model(SDPA_IN_BLOCKS, model.dtype, model.device)
     lengths = read_call(backend, tokens, None, None, None).keyword_arguments()
     try:
         with recording(model) as calls, _evaluating(model):

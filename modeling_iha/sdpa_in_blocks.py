@@ -68,18 +68,32 @@ class Call(NamedTuple):
 
 
 class Backend(NamedTuple):
-    """Say what computes attention, on which device and in which dtype: it decides how documents are told."""
+    """Say what computes attention, on which device and in which dtype, and what it knows packed documents by."""
 
     core: str  # the attention function
     device: torch.device
     dtype: torch.dtype  # of queries, keys and values
+    knows_documents_by: str  # "bounds", "positions" or "masks" (`documents_known_by`)
 
     @classmethod
-    def of_model(cls, core: str, dtype: torch.dtype, device: torch.device) -> "Backend":
+    def of_model(
+        cls, core: str, dtype: torch.dtype, device: torch.device, knows_documents_by: str | None = None
+    ) -> "Backend":
         """Return the backend of a model whose weights have a dtype, which autocast may change."""
         has_autocast = torch.amp.is_autocast_available(device.type)  # tensors without data have none
-        is_autocast = has_autocast and torch.is_autocast_enabled(device.type)
-        return cls(core, device, torch.get_autocast_dtype(device.type) if is_autocast else dtype)
+        if has_autocast and torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+        return cls(core, device, dtype, knows_documents_by or documents_known_by(core))
+
+
+def documents_known_by(core: str) -> str:
+    """Return what an attention function knows packed documents by.
+
+    `sdpa_in_blocks` gets their "bounds" (`cu_seq_lens_q`), flash functions look at the "positions" themselves, and for
+    any other Transformers looks at the positions and makes "masks", unless there is a cache or a mask."""
+    if core == NAME:
+        return "bounds"
+    return "positions" if "flash" in core else "masks"
 
 
 def read_call(
@@ -91,9 +105,8 @@ def read_call(
     bounds: torch.Tensor | None = None,
     window: float = math.inf,
     makes_cache: bool = False,
-    joins_documents: bool = False,
 ) -> Call:
-    """Read what a call declares. Documents are found for `sdpa_in_blocks` alone: other cores find them in positions.
+    """Read what a call declares. Bounds of documents are found for a backend that knows documents by them.
 
     Args:
         backend: what computes attention.
@@ -103,28 +116,30 @@ def read_call(
         cache: what the caller has given.
         bounds: the `cu_seq_lens_q` that the call has already.
         window: the shortest window of the layers in tokens.
-        makes_cache: whether the model will make a cache.
-        joins_documents: whether the model would join packed documents next to that cache.
+        makes_cache: whether the model will make a cache, as there is none.
 
-    Raise a ValueError for packed documents next to a mask or a cache, and in several rows of a flash function, where
-    Transformers silently joins them."""
+    Raise a ValueError for packed documents where they would silently be joined: next to a mask or a given cache, next
+    to a cache that the model makes if masks tell documents, and in several rows of a flash function."""
     rows, length = tokens.shape[:2]
     if attention_mask is not None and attention_mask.ndim != 2:
         check_dense_mask(backend.core, attention_mask, length, cache, window)
         is_mask = attention_mask.dtype == torch.bool or attention_mask.is_floating_point()
         return Call(rows, length, dense=attention_mask if is_mask else attention_mask.bool())
-    may_be_packed = attention_mask is None and cache is None and not joins_documents
+    may_be_packed = attention_mask is None and cache is None
+    if makes_cache and backend.knows_documents_by == "masks":
+        may_be_packed = False
+    if rows > 1 and "flash" in backend.core:
+        may_be_packed = False
     call = Call(rows, length, attention_mask, positions=position_ids if may_be_packed else None)
-    can_have_documents = may_be_packed and (rows == 1 or "flash" not in backend.core)
     if bounds is not None:
-        if not can_have_documents:
+        if not may_be_packed:
             raise ValueError(JOINED_DOCUMENTS)
         return call._replace(documents=bounds, sizes=sizes_for(backend, bounds))
     if length == 1:
         return call
-    if not can_have_documents:
+    if not may_be_packed:
         return read_rows(call, backend, position_ids, cache)
-    return find_documents(call, backend, makes_cache) if backend.core == NAME else call
+    return find_documents(call, backend, makes_cache) if backend.knows_documents_by == "bounds" else call
 
 
 def find_documents(call: Call, backend: Backend, makes_cache: bool) -> Call:
@@ -143,7 +158,7 @@ def find_documents(call: Call, backend: Backend, makes_cache: bool) -> Call:
 
 def read_rows(call: Call, backend: Backend, position_ids: torch.Tensor | None, cache: Cache | None) -> Call:
     """Check that each row is one document. Add these documents if there are no cached tokens."""
-    if position_ids is None and (call.padding is None or backend.core != NAME):
+    if position_ids is None and (call.padding is None or backend.knows_documents_by != "bounds"):
         return call
     if has_unknown_values(call.padding if position_ids is None else position_ids):
         if call.padding is None and not position_ids.is_meta:
@@ -158,7 +173,7 @@ def read_rows(call: Call, backend: Backend, position_ids: torch.Tensor | None, c
     begins_another = is_real[:, 1:] & (positions[:, 1:] <= earlier)  # within a document positions rise
     if begins_another.any():
         raise ValueError(JOINED_DOCUMENTS + hint_of_prefix(call, past))
-    if backend.core != NAME or past > 0:
+    if backend.knows_documents_by != "bounds" or past > 0:
         return call
     return with_a_document_for_each_row(call, backend) if is_real.all() else with_runs(call, backend, is_real)
 
@@ -198,7 +213,7 @@ def with_a_document_for_each_row(call: Call, backend: Backend) -> Call:
 
 def sizes_for(backend: Backend, bounds: torch.Tensor) -> tuple[int, ...] | None:
     """Return the tokens of each document where a GPU computes one after the other: each layer would wait for them."""
-    is_split = backend.core == NAME and not has_flash_attention(backend.device, backend.dtype)
+    is_split = backend.knows_documents_by == "bounds" and not has_flash_attention(backend.device, backend.dtype)
     if not is_split or backend.device.type == "cpu" or has_unknown_values(bounds):
         return None
     return tuple(bounds.diff().tolist())

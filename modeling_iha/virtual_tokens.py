@@ -122,13 +122,16 @@ def takes_flat_mask(core: str, **kwargs) -> bool:
 def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head, query, key) -> torch.Tensor:
     """Return whether queries see keys, by their places among virtual tokens, as Transformers' mask functions do.
 
-    With a window of W > 1 tokens it sees the last W * P virtual tokens, as in the flat form. `sees_token` is the mask
-    function over tokens. The places are single numbers, or a grid of all pseudo-heads of tokens, [1, 1, queries, 1]
-    and [1, 1, 1, keys]. A grid is evaluated for its tokens, and the result repeated."""
+    `sees_token` is the mask function over tokens. Query n * P + p sees pseudo-heads up to p of the tokens that token n
+    sees, and later pseudo-heads of the tokens that token n - 1 sees. For example, in the table at the top of this file
+    with a window of two tokens, pseudo-head 0 of token 2 sees pseudo-head 0 of tokens 1 and 2, and pseudo-head 1 of
+    tokens 0 and 1. So a window of W > 1 tokens is the last W * P virtual tokens, as in the flat form.
+
+    The places are single numbers, or a grid of all pseudo-heads of tokens, [1, 1, queries, 1] and [1, 1, 1, keys]. A
+    grid is evaluated for its tokens, and the result repeated."""
     is_grid = query.ndim == 4 and key.ndim == 4
     queries, keys = (query[..., ::num_pseudo_heads, :], key[..., ::num_pseudo_heads]) if is_grid else (query, key)
     query_token, key_token = queries // num_pseudo_heads, keys // num_pseudo_heads
-    # Query n * P + p sees pseudo-heads up to p of the tokens that n sees, and later ones of those that n - 1 sees.
     up_to_p = sees_token(batch, head, query_token, key_token)
     above_p = token_before_sees(sees_token, batch, head, query_token, key_token)
     above_p = above_p | (up_to_p & (key_token > query_token))  # in masks that are not causal, as within an image
