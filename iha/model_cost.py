@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from iha import counted_attention
 from iha.counted_adapters import add_adapters
-from iha.without_data import check_can_share_rows, counting, keep_one_of_each, row_of_tokens, without_data
+from iha.without_data import check_can_share_rows, counting, keep_one_of_each, layers_of, row_of_tokens, without_data
 from modeling_iha.transformers_versions import CACHE
 
 
@@ -75,24 +75,24 @@ def model_cost(config: PreTrainedConfig, tokens: int) -> ModelCost:
         kept = keep_one_of_each(model)
         row = row_of_tokens(model, 1, tokens)
         prefill, training = count_training(model, kept.layers, row)
-        decoder = without_data(config)  # with its own attention function, which knows one new token
-        decode, cache = count_decoding(decoder, keep_one_of_each(decoder).layers, row["input_ids"])
+        # The masks of one more token follow from the cache of all layers, so all of them run.
+        decode, cache = count_decoding(without_data(config), row["input_ids"])
     layers = []
-    for place in kept.like:
+    for i, place in enumerate(kept.like):
         layer = kept.layers[place]
         attention = Cost(
             parameters=sum(count_parameters(module) for module in attention_of(layer)),
             prefill=prefill.attention[place],
             training=training.attention[place],
-            decode=decode.attention[place],
-            cache=cache[place],
+            decode=decode.attention[i],
+            cache=cache[i],
         )
         whole = Cost(
             parameters=count_parameters(layer),
             prefill=prefill.layers[place],
             training=training.layers[place],
-            decode=decode.layers[place],
-            cache=cache[place],
+            decode=decode.layers[i],
+            cache=cache[i],
         )
         layers.append(LayerCost(attention, whole - attention))
     size = count_parameters(model) - count_parameters(kept.layers)
@@ -206,13 +206,13 @@ def count_training(
     return prefill, counter.counts()
 
 
-def count_decoding(model: PreTrainedModel, layers: nn.ModuleList, input_ids: torch.Tensor) -> tuple[Counts, list[int]]:
+def count_decoding(model: PreTrainedModel, input_ids: torch.Tensor) -> tuple[Counts, list[int]]:
     """Count a forward pass of one more token, and the values that each layer has cached before it."""
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(input_ids=input_ids, **{CACHE: cache})
         cached = [values_of(layer) for layer in cache.layers]
-        with LayerCounter(layers) as counter:
+        with LayerCounter(layers_of(model)) as counter:
             model(input_ids=input_ids[:, :1], **{CACHE: cache})
     return counter.counts(), cached
 

@@ -54,11 +54,12 @@ def table_rows() -> dict[str, list[str]]:
     return {first: others for first, *others in rows}
 
 
-@pytest.fixture
-def columns(tmp_path) -> list[PreTrainedConfig]:
+@pytest.fixture(scope="module")
+def columns(tmp_path_factory) -> list[PreTrainedConfig]:
     """Return the configurations of the first table's columns."""
-    Qwen3Config(**QWEN3_8B).save_pretrained(tmp_path)
-    source = find_source(tmp_path)
+    directory = tmp_path_factory.mktemp("qwen3")
+    Qwen3Config(**QWEN3_8B).save_pretrained(directory)
+    source = find_source(directory)
     return [of_checkpoint(source, 2, WINDOW), of_checkpoint(source, 2), of_checkpoint(source)]
 
 

@@ -152,9 +152,10 @@ BASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["gemma3", "llama4", *(slow(name) for name in BASES if name not in ("gemma3", "llama4"))]
-)
+WITH_WINDOWS_OR_CHUNKS = ("gemma3", "llama4")
+
+
+@pytest.mark.parametrize("name", [name if name in WITH_WINDOWS_OR_CHUNKS else slow(name) for name in BASES])
 def test_a_decoder_of_transformers_is_counted_plain_and_interleaved(name, tmp_path):
     BASES[name].save_pretrained(tmp_path)
     plain, ours = (of_checkpoint(find_source(tmp_path), *changes) for changes in ((), (2,)))

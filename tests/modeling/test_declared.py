@@ -5,6 +5,7 @@ docs/SUPPORT.md has the exceptions.
 """
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from modeling_iha import interleave_heads, sdpa_in_blocks
 from modeling_iha.transformers_versions import CACHE
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
 LENGTH, WINDOW = 300, 20
 DOCUMENTS = (130, 1, 169)
 BOUNDS = torch.tensor([0, 130, 131, LENGTH], dtype=torch.int32)
@@ -65,7 +67,9 @@ def test_positions_jump_within_a_document_as_in_the_base(core):
         assert_close(model(**call, **options).logits, base(**call, **options).logits)
 
 
-@pytest.mark.parametrize(("name", "core"), [("iha", "sdpa"), ("interleaved", "sdpa"), ("some interleaved", "eager")])
+@pytest.mark.parametrize(
+    ("name", "core"), [("interleaved", "sdpa"), slow("iha", "sdpa"), slow("some interleaved", "eager")]
+)
 def test_documents_that_compiled_code_cannot_find(name, core):
     """Raise an error next to the cache that a call makes by default, and keep them apart without one."""
     model = WAYS[name](None).eval()

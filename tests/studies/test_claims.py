@@ -109,6 +109,7 @@ def test_parameters_of_dcmha_are_those_of_its_table_2():
     assert row["ours"] == expected
 
 
+@pytest.mark.slow  # the figure of one claim, from counts that test_cost.py compares
 def test_flops_of_dcmha_in_its_table_2():
     (row,) = (row for row in CLAIMS if row["claim"].startswith("DCMHA, Table 2: more FLOPs"))
     shares = []
