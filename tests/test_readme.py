@@ -350,7 +350,7 @@ def figure_scale(figure) -> float:
     return next(axes for axes in figure.axes if axes.images).images[0].norm.vmax
 
 
-@pytest.mark.parametrize("way", ["iha", "interleaved", "paired"])
+@pytest.mark.parametrize("way", ["iha", pytest.param("interleaved", marks=pytest.mark.slow), "paired"])
 def test_the_example_of_patterns_draws_every_pair(way, tmp_path, monkeypatch, capsys):
     """Compare a pattern with the weights of the model, and reject a head and a layer that are not there."""
     model = IHAForCausalLM(small_config(attention_kinds=["mha", "iha"])) if way == "iha" else decoder("llama")

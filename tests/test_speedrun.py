@@ -76,7 +76,9 @@ def test_the_smallest_size_ends_in_a_table(tmp_path):
     assert_ends_in_a_table(["--size", "seconds", "--forms", "paired-heads", "--out", str(tmp_path)], tmp_path, run)
 
 
-@pytest.mark.parametrize(("size", "forms"), [("100m", ["paired-heads"]), ("2.4b", list(speedrun.FORMS))])
+@pytest.mark.parametrize(
+    ("size", "forms"), [pytest.param("100m", ["paired-heads"], marks=pytest.mark.slow), ("2.4b", list(speedrun.FORMS))]
+)
 def test_a_dry_run_prints_commands_hours_and_memory(size, forms, tmp_path, capsys, monkeypatch):
     if len(forms) > 1:  # to count the memory of each takes seconds
         monkeypatch.setattr(speedrun, "of_training", lambda *_: StepMemory(1, 1, 1, 1))

@@ -76,7 +76,13 @@ def adapter(base, place, config, **options):
     return logits(model)
 
 
-@pytest.mark.parametrize("method", METHODS)
+# LoRA in its three relations to the mixing, an adapter that scales and one that adds tokens.
+QUICK = ("LoRA", "LoRA and a head", "LoRA alone", "IA3", "prefix")
+
+
+@pytest.mark.parametrize(
+    "method", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
+)
 def test_an_adapter_loads_on_its_plain_base(method, base, tmp_path):
     expected = adapter(base, tmp_path, METHODS[method])
     assert (expected - logits(plain(base))).abs().max() > 0.1

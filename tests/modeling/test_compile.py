@@ -283,7 +283,7 @@ CALLS = {
     "lengths": lambda length: packing((201, length - 201))[0] | cumulative_lengths((201, length - 201)),
 }
 LENGTHS = (300, 280, 290)  # the first graph is for the first length, and the second for any
-QUICK = [("iha", 20, "padded"), ("plain mistral", None, "ones")]
+QUICK = [("iha", 20, "padded")]
 # Compiled code cannot look for documents in positions: it joins those of other models, and makes ours dense masks.
 DECLARED = [
     case if case in QUICK else slow(*case)

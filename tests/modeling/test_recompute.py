@@ -222,6 +222,7 @@ def test_under_activation_checkpointing_nothing_more_is_kept(use_reentrant, monk
     loss.backward()
 
 
+@pytest.mark.slow
 def test_a_compiled_model_leaves_the_choice_to_the_compiler():
     torch._dynamo.reset()
     fields = {"num_hidden_layers": 1, "layer_types": "sliding_attention", "sliding_window": 4}

@@ -43,7 +43,10 @@ def arguments(tmp_path, model, name, **keys) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "keys"),
-    [("qwen3_moe", {"packing": "true"}), ("gemma3_text", {"use_peft": "true", "lora_dropout": 0})],
+    [
+        ("qwen3_moe", {"packing": "true"}),
+        pytest.param("gemma3_text", {"use_peft": "true", "lora_dropout": 0}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_recipe_interleaves_a_plain_model_and_resumes(name, keys, tmp_path):
     saved(decoder(name), tmp_path / "plain")

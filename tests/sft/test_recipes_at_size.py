@@ -92,6 +92,7 @@ def largest_of_a_step(model, inputs):
     return largest.entries
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("window", [None, "paper"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_fine_tuning_step_of_a_decoder_in_place(name, window, kernels):
@@ -141,7 +142,7 @@ def test_a_step_of_the_paper_s_models(name, preset, kernels):
     assert kernels
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(8)
 @pytest.mark.parametrize("stage", ["pretrain", "long", "chat"])
 @pytest.mark.parametrize("form", speedrun.FORMS)
 @pytest.mark.parametrize("size", ["100m", "2.4b"])
