@@ -14,7 +14,7 @@ from huggingface_hub.utils import validate_repo_id
 from pydantic import BeforeValidator, Field
 from typer import Argument, BadParameter, Option
 
-from iha.cards import missing_origin
+from iha.cards import origin_to_add
 from iha.conversion.layers import KINDS, Layers
 from iha.errors import UserError, one_line
 from iha.files import check_new_directory, check_output_file, checked, expanded
@@ -224,7 +224,7 @@ def push(
         raise UserError(f"{directory} is not a saved model: expected a directory with a config.json.")
     if tag is not None and create_pr:
         raise UserError("A tag names a revision of the repository: give --tag once the pull request is merged.")
-    origin = missing_origin(expanded(directory), license, base_model)
+    origin = origin_to_add(expanded(directory), license, base_model)
     found = find_source(directory)
     from iha.hub.push_to_hub import publish
 

@@ -98,7 +98,7 @@ def _metadata_of(source: str) -> dict:
 
 
 class Origin(NamedTuple):
-    """Hold where weights come from, as a card says it.
+    """Hold where weights come from, as far as it is known: as a card says it, or as a card has to be told.
 
     Attributes:
         license: what is known of `LICENSE_KEYS`.
@@ -178,11 +178,11 @@ def license_text(license: str | None) -> str:
 # Changes by a publication or an evaluation
 
 
-def missing_origin(directory: Path, license: str | None, base_model: str | None) -> Origin:
-    """Return what the card of a checkpoint must be told before it is published, of what was given.
+def origin_to_add(directory: Path, license: str | None, base_model: str | None) -> Origin:
+    """Return what a user gave of the origin of a checkpoint and its card lacks, to be added before it is published.
 
-    A `base_model` of "none" says that there is none, as the tag of a card from scratch does. Raise `UserError` if the
-    card lacks the license or the base model and it is not given, or states something else.
+    A `base_model` of "none" says that there is none, as the tag of a card from scratch does. Raise `UserError` if
+    neither the card nor the user names the license or the base model, and if the two name different ones.
     """
     path = directory / "README.md"
     card = parse_card(read_text(path), path).data if path.is_file() else ModelCardData()

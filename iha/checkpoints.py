@@ -86,7 +86,7 @@ def load_config(source: Source) -> Any:
         return _load_gguf_config(source)
     load_config_dict(source)  # rejects entries that lead to code
     with _reporting(f"{source} has no usable configuration"):
-        return AutoConfig.from_pretrained(source.location, trust_remote_code=False)
+        return AutoConfig.from_pretrained(source.location, trust_remote_code=False, **source.arguments)
 
 
 def _load_gguf_config(source: Source) -> PreTrainedConfig:
@@ -198,11 +198,11 @@ def load_model(
     finite in that dtype.
     """
     arguments: dict[str, Any] = source.arguments
-    if quantization_config is not None:
+    if source.gguf_file is not None:
+        quantization_config = GgufConfig(dequantize=True)
+    if quantization_config is not None:  # `None` would replace that of the checkpoint
         arguments["quantization_config"] = quantization_config
     config = config or load_config(source)
-    if source.gguf_file is not None:
-        arguments["quantization_config"] = GgufConfig(dequantize=True)
     with _reporting(f"{source} cannot be loaded"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.location,

@@ -40,7 +40,8 @@ class Source:
     @property
     def arguments(self) -> dict[str, str]:
         """Return the keyword arguments of `from_pretrained`."""
-        return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
+        given = {"gguf_file": self.gguf_file, "revision": self.revision}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 def find_source(name: str | os.PathLike, revision: str | None = None) -> Source:

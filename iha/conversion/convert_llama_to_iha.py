@@ -85,10 +85,10 @@ def attention_at_start(
 ) -> dict[str, torch.Tensor]:
     """Return by name the parameters of an attention module with which it computes what multi-head attention does.
 
-    `of_mha` are those of multi-head attention, and the ones that keep their values are left out. Each new one comes
-    with its own start and scale, at scale 1, which only mixing weights have (see `Mixing`)."""
+    `of_mha` are those of multi-head attention, and the ones that keep their values are left out."""
     companion = companion_of(kind)
     new = {} if companion.start is None else companion.start(config, generator)
+    # Weights that mix heads have two buffers too (`Mixing`). The caller leaves out the buffers of all other weights.
     starts = {f"{name}_start": torch.zeros_like(value) for name, value in new.items()}
     scales = {f"{name}_scale": torch.ones(()) for name in new}
     changed = companion.from_mha(config, of_mha)
@@ -130,7 +130,7 @@ def convert_model(
         state |= {prefix + name: torch.zeros(config.hidden_size, dtype=source_model.dtype) for name in lacks}
         of_mha = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         for name, value in attention_at_start(config, kind, of_mha, generator).items():
-            if prefix + name in known:  # of weights that mix no heads there is neither a start nor a scale
+            if prefix + name in known:
                 state[prefix + name] = value.to(source_model.dtype)
     model = build(IHAForCausalLM, config, state, source_model.dtype, source_model.generation_config)
     scale_mixing(model, mixing_scale)

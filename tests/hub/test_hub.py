@@ -16,9 +16,11 @@ from loopback_hub import LoopbackHub
 from tiny_training import byte_tokenizer, decoder, recipe, saved, sizes, training_rows, write_jsonl
 
 from iha.api import convert, push
+from iha.checkpoints import load_model
 from iha.errors import ROOT, UserError
 from iha.hub import checkpoint_checks
 from iha.processes import run_in_clean_process
+from iha.sources import find_source
 from modeling_iha import IHAForCausalLM
 from modeling_iha.configuration_iha import AUTO_MAP
 from sft import train
@@ -190,6 +192,11 @@ def test_load_by_id_at_a_revision(hub, first, trained, second, tmp_path, monkeyp
     # The Trainer's last checkpoint is as whole as the final model.
     for name in IHA_CODE | {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}:
         assert (trained / "checkpoint-2" / name).read_bytes() == final[name], name
+
+
+def test_a_source_with_a_revision_is_loaded_at_it(first):
+    older, newest = (load_model(find_source("me/iha", revision)) for revision in ("v1", None))
+    assert newest.lm_head.weight.equal(2 * older.lm_head.weight)
 
 
 def test_a_clean_process_knows_no_remote_code_of_this_one(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from conversion_scripts import push_to_hub
 from iha.card_template import render_card
-from iha.cards import Origin, missing_origin
+from iha.cards import Origin, origin_to_add
 from iha.errors import UserError
 from iha.hub import checkpoint_checks
 from iha.hub.checkpoint_checks import checkpoint_files
@@ -342,9 +342,9 @@ def test_a_card_states_license_and_base_model(stated, given, facts, wrong, direc
     (directory / "README.md").write_text(f"---\n{stated}\ntags:\n- mine\n---\nMine.\n", encoding="utf-8-sig")
     if wrong:
         with pytest.raises(UserError, match=wrong):
-            missing_origin(directory, *given)
+            origin_to_add(directory, *given)
         return
-    assert missing_origin(directory, *given) == Origin(facts)
+    assert origin_to_add(directory, *given) == Origin(facts)
     card = card_of(find_source(directory), "me/iha", Origin(facts))
     assert card.endswith("tags:\n- mine\n---\nMine.\n") and ("license: none" in card) == bool(facts)
 

@@ -10,7 +10,7 @@ import torch
 from helpers import last_line
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from iha.cards import Origin, missing_origin, origin_of
+from iha.cards import Origin, origin_to_add, origin_of
 from iha.errors import ROOT
 from modeling_iha import IHAForCausalLM
 from sft import make_model, make_text, make_tokenizer, train
@@ -40,7 +40,7 @@ def test_a_start_from_a_text_and_a_preset(tmp_path, cli):
     heads = {name: model.lm_head.weight for name, model in models.items()}
     assert torch.equal(heads["one"], heads["again"]) and not torch.equal(heads["one"], heads["other"])
     assert origin_of(str(tmp_path / "one")).from_scratch and not origin_of(str(tmp_path / "tokenizer")).from_scratch
-    assert missing_origin(tmp_path / "one", "mit", None) == Origin({"license": "mit"})
+    assert origin_to_add(tmp_path / "one", "mit", None) == Origin({"license": "mit"})
 
 
 def test_a_tokenizer_is_trained_on_what_a_run_takes(tmp_path, cli):

@@ -20,7 +20,7 @@ from tiny_training import at_step, byte_config, interrupted_at, recipe, saved, s
 from transformers import TrainerState
 from trl import SFTConfig, SFTTrainer
 
-from iha.cards import Origin, missing_origin
+from iha.cards import Origin, origin_to_add
 from iha.errors import ROOT, UserError, run_cli
 from iha.files import sole_writer
 from iha.hub.checkpoint_checks import checkpoint_files
@@ -448,7 +448,7 @@ def test_pretraining_on_a_text(rows_file, tmp_path, monkeypatch):
     # The next stage of it is from scratch too, and its card names the run.
     next_stage = {"max_steps": 1, "preset": None, "max_length": 64, **NO_EVALUATION}
     train.main(command(str(tmp_path / "run" / "final"), rows_file, tmp_path / "chat", **next_stage))
-    assert missing_origin(tmp_path / "chat" / "final", "mit", None) == Origin({"license": "mit"})
+    assert origin_to_add(tmp_path / "chat" / "final", "mit", None) == Origin({"license": "mit"})
     card = (tmp_path / "chat" / "final" / "README.md").read_text()
     assert "| Start | run, fingerprint" in card and "Trained from scratch, here from run" in card
     history = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
