@@ -33,7 +33,8 @@ def base_of(config: PreTrainedConfig) -> PreTrainedConfig:
 def compared_with(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
     """Return the models that a model is compared with, by their titles.
 
-    The last one has ordinary attention over all tokens in every layer, or is the base: training is compared with it."""
+    The last one has ordinary attention over all tokens in every layer, or is the base. Training is compared with it.
+    """
     if isinstance(config, IHAConfig):
         return {"mha": with_mha(config), "global mha": with_mha(config, "full_attention")}
     return {"plain model": base_of(config)} if is_interleaved(config) else {}

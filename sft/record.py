@@ -11,7 +11,7 @@ from trl import SFTConfig
 from typing_extensions import TypedDict
 
 from iha.errors import UserError
-from iha.files import current_commit, read_json, write_json
+from iha.files import current_commit, read_json
 from sft.arguments import NOT_TAKEN, RunArguments
 from sft.base_model import INTERLEAVING_KEYS, Start, identify_start
 from sft.checkpoints import RECORD
@@ -47,17 +47,6 @@ _OPTIMIZER_KEYS = ("learning_rate", "weight_decay", "optim")
 _ROW_KEYS = ("dataset_config", "dataset_train_split", "dataset_streaming", "eval_size", "shuffle_dataset")
 _TEXT_KEYS = ("packing", "packing_strategy", "chat_template")
 FIXED_KEYS = ("seed", "data_seed", *_MODEL_KEYS, *_LENGTH_KEYS, *_OPTIMIZER_KEYS, *_ROW_KEYS, *_TEXT_KEYS)
-
-
-def write_record(data: RunData, start: Start, run: RunArguments, args: SFTConfig, checkpoint: Path | None) -> None:
-    """Record in a run's `output_dir` what it is made of. The main process calls this.
-
-    Raise `UserError` if it would go on from a checkpoint of a run on another model or other data.
-    """
-    record = make_record(data, start, run, args)
-    if checkpoint is not None:
-        check_goes_on(record, checkpoint)
-    write_json(Path(args.output_dir) / RECORD, record)
 
 
 def make_record(data: RunData, start: Start, run: RunArguments, args: SFTConfig) -> Record:

@@ -3,6 +3,7 @@
 examples/sft.py is the same pipeline on one page, without checks, records and resume.
 """
 
+import argparse
 import os
 import shutil
 import sys
@@ -19,15 +20,14 @@ from iha.errors import UserError, check_packages, run_cli
 def check_before_imports(words: Sequence[str]) -> None:
     """Check what can be checked before the imports below, which take seconds. Raise `UserError`."""
     check_packages("datasets", "peft", "trl")
-    if "--config" in words:
-        after = words[words.index("--config") + 1 :]
-        if not after:
-            raise UserError("--config: give the recipe's file.")
-        if not os.path.isfile(after[0]):
-            raise UserError(
-                f"--config {after[0]}: no such file here, in {os.getcwd()}. The names sft/recipes/NAME/sft.yaml are "
-                "seen from the root of a checkout."
-            )
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    recipe = parser.parse_known_args(words)[0].config
+    if recipe is not None and not os.path.isfile(recipe):
+        raise UserError(
+            f"--config {recipe}: no such file here, in {os.getcwd()}. The names sft/recipes/NAME/sft.yaml are seen "
+            "from the root of a checkout."
+        )
 
 
 if __name__ == "__main__":
@@ -43,7 +43,7 @@ from trl import SFTConfig
 
 from iha.adapter_card import write_adapter_card
 from iha.cards import FINAL, name_of_place
-from iha.files import new_directory, read_json, sole_writer
+from iha.files import new_directory, read_json, sole_writer, write_json
 from iha.kinds import is_interleaved, is_ours
 from iha.model_cost import flops_of_a_token
 from modeling_iha import save_adapter
@@ -67,7 +67,7 @@ from sft.checkpoints import (
 )
 from sft.data import Rows, are_chats, training_rows
 from sft.distributed import check_launch, processes_of_a_row, whole_model
-from sft.record import Record, write_record
+from sft.record import Record, check_goes_on, make_record
 from sft.results import card, write_curves
 from sft.row_sources import RunData, check_splits, data_of
 from sft.shared_row_trainer import SharedRowTrainer
@@ -272,14 +272,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_holds_no_model(Path(args.output_dir))
     with locked(args), told_how_to_go_on(args):
         checkpoint = find_checkpoint(args)
-        settle_machine(args)
         start = find_start(run)
+        # These leave out keys that the machine or the start cannot use. From here on the keys stay as they are.
+        settle_machine(args)
         settle_pseudo_heads(start, run)
         settle_mixing_scale(start, run)
         config = run_config(start, run, args)
         if args.process_index == 0:
             check_splits(data)
-            write_record(data, start, run, args, checkpoint)
+            record = make_record(data, start, run, args)
+            if checkpoint is not None:
+                check_goes_on(record, checkpoint)
+            write_json(Path(args.output_dir) / RECORD, record)
         model, tokenizer = prepare_model(start, config, run, args)
         adapters = lora_config(run, model)
         rows = training_rows(data, run, args, tokenizer)

@@ -10,7 +10,7 @@ import torch
 from helpers import last_line
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from iha.cards import Origin, origin_to_add, origin_of
+from iha.cards import Origin, origin_of, origin_to_add
 from iha.errors import ROOT
 from modeling_iha import IHAForCausalLM
 from sft import make_model, make_text, make_tokenizer, train

@@ -163,7 +163,7 @@ def test_the_file_of_a_recipe_is_looked_for_before_trl_is_imported(monkeypatch, 
         with pytest.raises((SystemExit, ImportError)):
             runpy.run_module("sft.train", run_name="__main__")
         found[words[-1]] = capsys.readouterr().err
-    assert "--config: give the recipe's file" in found["--config"]
+    assert "argument --config: expected one argument" in found["--config"]
     assert "absent/sft.yaml: no such file here" in found["absent/sft.yaml"]
     assert found[recipe("demo")].endswith("Loading TRL (some seconds)\n")
 
