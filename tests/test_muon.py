@@ -66,6 +66,7 @@ def test_two_optimizers_step_as_one_and_resume():
         assert one.equal(alone) and one.equal(again)
 
 
+@pytest.mark.slow
 def test_a_comparison_goes_on_after_a_stop(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(muon, "PRESETS", {"tiny": {}})
     monkeypatch.setattr(muon, "RATES", dict.fromkeys(muon.OPTIMIZERS, (1e-3, 1e-2)))

@@ -89,7 +89,7 @@ def work(rank: int, place: str, checkpointing: bool, estimated: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_memory_of_a_gpu_is_what_a_process_holds(checkpointing, tmp_path):
     estimated = of_sharded_training(small_config(**FIELDS), 1, TOKENS, Way(checkpointing), GPUS).peak
     # Forked processes have the imports of this one already.

@@ -33,7 +33,7 @@ def table(tmp_path):
     return gpu.Table.open(tmp_path, setting, retry=False)
 
 
-@pytest.mark.parametrize("cases", [3, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [2, pytest.param(None, marks=pytest.mark.slow)])
 def test_every_form_of_every_case_is_measured_once(cases, tmp_path, cli, monkeypatch):
     """Take the first cases of layers, or slowly all."""
     layer_cases = gpu.layer_cases

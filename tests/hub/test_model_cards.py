@@ -17,7 +17,7 @@ from iha.adapter_card import write_adapter_card
 from iha.card_template import render_card
 from iha.cards import name_of_place, source_name, title_of, with_name, with_results
 from iha.checkpoints import fingerprint
-from iha.model_cost import cost_of_model
+from iha.model_cost import parameters_of
 from iha.sources import find_source
 from modeling_iha import IHAConfig, interleave_heads, save_adapter
 
@@ -64,7 +64,7 @@ def checkpoint(tmp_path):
 def test_a_card_says_what_the_model_costs_and_what_is_not_known():
     config = IHAConfig.from_preset("paper-2.4b-iha")
     card = render_card(config, "name", license="mit")
-    assert f"| Parameters | {cost_of_model(config, 8192).parameters:,} |" in card
+    assert f"| Parameters | {parameters_of(config):,} |" in card
     assert "| FLOPs of one more token | 15.15 G | 6.927 G | 2.187 |" in card
     assert "The weights are under mit." in card and "under Apache-2.0" in card
     assert "Not evaluated." in card and "- Duvvuri" in card and "- Vaswani" in card

@@ -150,6 +150,7 @@ def test_backward(geometry, inputs):
         assert_close(p.grad, expected[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("geometry", ["paired", *map(slow, ("shared", "windows", "full"))])
 def test_generate_compiles_the_decoding(geometry):
     """Compile as `generate` does on a GPU for a static cache: one graph for all steps, and none in a second call.
@@ -364,6 +365,7 @@ def test_compiled_layers_share_their_code_and_take_no_dense_mask():
     assert found == [[]]
 
 
+@pytest.mark.slow
 @for_any_length
 def test_checkpointed_layers_are_compiled_as_a_whole():
     model, tokens = WAYS["interleaved"](), random_ids(1, 9)

@@ -559,6 +559,7 @@ def test_a_configuration_of_attention_in_both_directions_is_refused():
             model(random_ids(1, 9))
 
 
+@pytest.mark.slow
 def test_datasets_hashes_a_loaded_model(tmp_path):
     """Hash equal models alike, so that `Dataset.map` finds what it has computed with one."""
     models = {"iha": random_model(small_config()), "interleaved": interleave_heads(decoder("llama"), 2)}

@@ -21,7 +21,11 @@ from research.experiments.model_types import CAUSAL, MULTIMODAL, tiny_model
 
 
 @pytest.mark.parametrize(
-    ("name", "auto_class"), [("gpt_neox", AutoModelForCausalLM), ("qwen2_vl", AutoModelForMultimodalLM)]
+    ("name", "auto_class"),
+    [
+        ("gpt_neox", AutoModelForCausalLM),
+        pytest.param("qwen2_vl", AutoModelForMultimodalLM, marks=pytest.mark.slow),
+    ],
 )
 def test_weights_that_are_renamed_by_the_name_of_the_class_are_saved(name, auto_class, tmp_path):
     """Interleave a model that comes from a file: Transformers has renamed its weights on load."""

@@ -84,12 +84,10 @@ REFUSED = {
 
 # `make test-full` tries the others too.
 QUICK = (
-    "bart",
     "deepseek_v3",
     "gemma3",
     "gemma4_text",
     "gpt_oss",
-    "granitemoehybrid",
     "qwen2_5_vl",
     "recurrent_gemma",
 )

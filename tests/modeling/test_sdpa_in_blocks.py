@@ -134,6 +134,7 @@ def test_a_compiled_model_has_the_gradients_of_eager_code(name):
         assert_close(actual, target)
 
 
+@pytest.mark.slow
 def test_export():
     """Export one program for lengths below and above the window, of which one of two layers has one."""
     model = model_of("gemma3_text", num_hidden_layers=2)

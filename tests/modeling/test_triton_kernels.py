@@ -176,6 +176,7 @@ def test_collapse(case, dtype):
     assert_equal_with_gradients(collapsed_by_kernels, collapsed, [output, leaf(num_heads, size)], dtype)
 
 
+@pytest.mark.slow
 def test_the_gradients_of_the_mixing_are_the_same_in_every_run():
     states, mixes = attention_inputs(5, 5, 2, 70, 8)
     output, weight = leaf(1, 140, 5, 8), leaf(5, 2)

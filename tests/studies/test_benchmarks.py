@@ -30,6 +30,7 @@ def test_every_form_of_a_case_runs(build, monkeypatch):
     assert len(seconds) >= 2 and all(value > 0 for value in seconds.values())
 
 
+@pytest.mark.slow
 def test_compiled_steps_stand_next_to_uncompiled_ones(monkeypatch):
     """Check the forms alone; tests/modeling/test_compile.py compiles."""
     compiled = []
