@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@echo "make demo   convert, verify, fine-tune, save, reload and generate with SmolLM2-135M-Instruct (2 to 3 minutes on 2 quiet cores)"
-	@echo "make test   lint and the tests but the slow ones (5 minutes on 2 quiet cores, and 3 for the installation)"
+	@echo "make test   lint and the tests but the slow ones (4 minutes on 2 quiet cores, and 3 for the installation)"
 	@echo "make test-full  the same with the slow tests"
 	@echo "make test-oldest   the core tests on the oldest supported Transformers, and some on 5.23 (5 minutes)"
 	@echo "make test-newest   the core tests on the newest versions of everything, installed by README's lines (8 minutes, 6 GB)"

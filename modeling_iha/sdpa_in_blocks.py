@@ -58,13 +58,13 @@ class Call(NamedTuple):
     positions: torch.Tensor | None = None  # [rows or 1, N] of a call that may be packed
     # Where the documents of all rows begin, and the end, int32 [documents + 1]. Runs of padding are documents too.
     documents: torch.Tensor | None = None
-    longest: int | None = None  # tokens of the longest document; `None` where the caller gave the documents
+    longest: int | None = None  # tokens of the longest document, unless the caller has given the documents
     sizes: tuple[int, ...] | None = None  # tokens of each document, where a GPU computes one after the other
 
     def keyword_arguments(self) -> dict[str, Any]:
-        """Return the documents as arguments of attention functions, without those that the caller has given."""
-        found = {} if self.longest is None else {"cu_seq_lens_q": self.documents, "max_length_q": self.longest}
-        return found if self.sizes is None else found | {"document_lengths": self.sizes}
+        """Return the documents as arguments of attention functions."""
+        found = {"cu_seq_lens_q": self.documents, "max_length_q": self.longest, "document_lengths": self.sizes}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 class Backend(NamedTuple):
@@ -207,7 +207,7 @@ def with_documents(call: Call, backend: Backend, begins: torch.Tensor) -> Call:
 
 
 def with_a_document_for_each_row(call: Call, backend: Backend) -> Call:
-    """Add the rows as documents, by which layers know that a mask of ones hides nothing."""
+    """Add the rows as documents. A mask of ones then costs nothing, because layers with documents read no mask."""
     return call._replace(documents=row_bounds(call.rows, call.tokens, backend.device), longest=call.tokens)
 
 

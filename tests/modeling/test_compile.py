@@ -103,6 +103,7 @@ def graphs():
     return counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 @on_sdpa_and_eager
 @for_any_length
 @torch.no_grad()
@@ -335,6 +336,22 @@ def test_a_compiled_call_makes_no_square(name, window, call):
         assert_close(logits[real], model(**inputs).logits[real])
     assert not found or call == "positions"
     assert graphs() == 2 if is_whole else counters["graph_break"]
+
+
+@pytest.mark.parametrize(
+    ("name", "core"), [("interleaved", "sdpa"), slow("iha", "sdpa"), slow("some interleaved", "eager")]
+)
+def test_documents_that_compiled_code_cannot_find(name, core):
+    """Raise an error next to the cache that a call makes by default, and keep them apart without one."""
+    model = WAYS[name](None).eval()
+    model.set_attn_implementation(core)
+    packed = {"input_ids": random_ids(1, 9), "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])}
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="Compiled code cannot find in position_ids"):
+            compiled(**packed)
+        apart = compiled(**packed, use_cache=False).logits
+        assert_close(apart, model(**packed, use_cache=False).logits)
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ docs/SUPPORT.md has the exceptions.
 """
 
 import copy
-from functools import partial
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from modeling_iha import interleave_heads, sdpa_in_blocks
 from modeling_iha.transformers_versions import CACHE
 
 
-slow = partial(pytest.param, marks=pytest.mark.slow)
 LENGTH, WINDOW = 300, 20
 DOCUMENTS = (130, 1, 169)
 BOUNDS = torch.tensor([0, 130, 131, LENGTH], dtype=torch.int32)
@@ -67,22 +65,6 @@ def test_positions_jump_within_a_document_as_in_the_base(core):
         assert_close(model(**call, **options).logits, base(**call, **options).logits)
 
 
-@pytest.mark.parametrize(
-    ("name", "core"), [("interleaved", "sdpa"), slow("iha", "sdpa"), slow("some interleaved", "eager")]
-)
-def test_documents_that_compiled_code_cannot_find(name, core):
-    """Raise an error next to the cache that a call makes by default, and keep them apart without one."""
-    model = WAYS[name](None).eval()
-    model.set_attn_implementation(core)
-    packed = {"input_ids": random_ids(1, 9), "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])}
-    compiled = torch.compile(model, backend="eager")
-    with torch.no_grad():
-        with pytest.raises(ValueError, match="Compiled code cannot find in position_ids"):
-            compiled(**packed)
-        apart = compiled(**packed, use_cache=False).logits
-        assert_close(apart, model(**packed, use_cache=False).logits)
-
-
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 @pytest.mark.parametrize("core", ["eager", "flex_attention", "sdpa"])
 def test_packed_rows_with_the_library_s_own_defaults(core, name, cpu_cores):
@@ -126,7 +108,7 @@ def one_more_token(call):
     return following
 
 
-@pytest.mark.one_of(5)
+@pytest.mark.one_of(9)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("window", [None, WINDOW])

@@ -123,7 +123,7 @@ CASES = [
 
 
 @needs_triton
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @in_each_dtype
 @pytest.mark.parametrize(("sizes", "given", "change"), CASES)
 def test_sizes_masks_and_states(sizes, given, change, dtype):
@@ -178,7 +178,7 @@ PAIRED = [
 
 
 @needs_triton
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @in_each_dtype
 @pytest.mark.parametrize("sizes", PAIRED, ids=str)
 @torch.no_grad()
@@ -221,7 +221,7 @@ def test_a_cuda_graph_reads_the_mask_of_each_token():
 
 
 @needs_triton
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["window", "llama", "paired llama"])
 def test_models(name, cache, monkeypatch):

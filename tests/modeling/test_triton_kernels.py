@@ -129,7 +129,7 @@ EXPANDED = [
 ]
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", EXPANDED)
 @pytest.mark.usefixtures("nan_where_nothing_is_written")

@@ -155,6 +155,7 @@ def test_a_loss_between_evaluations_lies_on_a_curve():
 # The arms
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("tokens", [256, 512])
 @pytest.mark.parametrize("name", ARMS)
 def test_arms_have_equal_parameters(name, tokens):
