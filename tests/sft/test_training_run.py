@@ -391,7 +391,7 @@ def test_a_run_that_ends_early_leaves_no_final_model(tiny, rows_file, tmp_path):
     "keys",
     [
         {"packing": "true", "dataset_streaming": "true", **NO_EVALUATION},
-        {"use_peft": "true", "lora_r": 4, "packing": "true"},
+        pytest.param({"use_peft": "true", "lora_r": 4, "packing": "true"}, marks=pytest.mark.slow),
     ],
     ids=["streamed", "adapters"],
 )
