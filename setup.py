@@ -85,7 +85,7 @@ setup(
     ],
     extras_require={
         # What GGUF files, fine-tuning, the studies and the other commands of a checkout need.
-        "scripts": ["datasets", "gguf", "matplotlib", "networkx", "peft", "reasoning-gym", "scipy", "trl"],
+        "scripts": ["datasets", "gguf", "matplotlib", "peft", "reasoning-gym", "scipy", "trl"],
         # What `iha serve` needs.
         "serve": ["transformers[serving]"],
         # `python -m evaluation.run` needs these besides "scripts".

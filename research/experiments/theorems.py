@@ -8,6 +8,7 @@
 example: python -m research.experiments.theorems
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
@@ -15,11 +16,13 @@ from itertools import product
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from torch import nn
+from transformers import AttentionInterface
 
 from iha import plots
 from iha.errors import run_cli
+from modeling_iha import IHAConfig, IHAModel
 from research.experiments.options import study_parser
-from research.experiments.polynomial_filters import BareAttention, constructed, filter_bank, root
 from research.experiments.study import begin, write
 
 
@@ -30,6 +33,67 @@ TOKENS = 12
 PSEUDO_HEADS = range(1, 9)  # P
 LENGTHS = (4, 9, 16, 25)  # N
 SEQUENCES = 20  # of each N and seed
+
+
+def hard_core(module, query, key, value, attention_mask, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend at temperature 0 without a mask: the keys of the highest score share the weight."""
+    scores = query @ key.transpose(-1, -2)
+    highest = (scores == scores.amax(dim=-1, keepdim=True)).to(value.dtype)
+    weights = highest / highest.sum(dim=-1, keepdim=True)
+    return (weights @ value).transpose(1, 2), weights
+
+
+AttentionInterface.register("hard", hard_core)
+
+
+class BareAttention(nn.Module):
+    """Hold a layer of the package as the theorems have it: without output projection.
+
+    Queries, keys and values are `head_dim` wide, or one more to be even. `core` is a name that Transformers'
+    registry has for the map from scores to weights, and `overrides` are other fields of the config.
+    """
+
+    def __init__(self, kind: str, width: int, num_heads: int, head_dim: int, core: str, **overrides):
+        super().__init__()
+        fields = {
+            "attention_kinds": kind,
+            "layer_types": "full_attention",
+            "num_hidden_layers": 1,
+            "hidden_size": width,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_heads,
+            "head_dim": head_dim + head_dim % 2,  # RoPE rotates pairs
+            "num_pseudo_heads": num_heads,
+            "pseudo_positions": "shared",
+            "pseudo_collapse": "all_heads",
+            "initializer_range": 1.0,
+        }
+        config = IHAConfig.from_preset("tiny", **{**fields, **overrides})
+        model = IHAModel._from_config(config, attn_implementation=core)
+        self.layer = model.layers[0].self_attn
+        self.rotary = model.rotary_emb
+        self.layer.o_proj = nn.Identity()
+
+    def by_head(self, *names: str) -> list[torch.Tensor]:
+        """Return the transposed weights of projections as views [heads, head_dim, width]."""
+        heads = self.layer.config.num_attention_heads
+        return [getattr(self.layer, name).weight.unflatten(0, (heads, -1)) for name in names]
+
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor | None = None, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the heads' outputs side by side, [batch, N, heads * head_dim], of inputs [batch, N, width].
+
+        `mask` is over virtual tokens. Without `positions`, [1, N], RoPE rotates nothing.
+        """
+        if positions is None:
+            positions = torch.zeros(1, x.shape[1], dtype=torch.long)
+        return self.layer(x, self.rotary.tables(x, positions), mask)[0]
+
+
+def root(k: int) -> int:
+    """Return ceil(sqrt(k))."""
+    return math.isqrt(k - 1) + 1
 
 
 def layer_of(kind: str, virtual: int, selected: int = 0, alternating: str = "", **overrides) -> BareAttention:
@@ -84,18 +148,53 @@ def theorem_2(virtual: int, seeds: Sequence[int]) -> dict:
     }
 
 
+def heads_and_blocks(kind: str, tokens: int) -> tuple[int, int]:
+    """Return the heads of the proof's layer for so many tokens, and the values that each head collects."""
+    return (root(tokens), root(tokens)) if kind == "iha" else (tokens, 1)
+
+
+@torch.no_grad()
 def proof_layer(kind: str, tokens: int) -> BareAttention:
-    """Return the proof's layer, which collects at each of so many tokens the values of all."""
-    layer = constructed(kind, np.eye(tokens, dtype=int)[:, range(-1, tokens - 1)], 1, tokens, "hard")
+    """Return the proof's layer, which collects at each of so many tokens the values of all.
+
+    A token is its value x next to its one-hot position. Head h of "mha" holds x[i + h] in its first channel. "iha" has
+    H = P = ceil(sqrt(N)) heads, and head h holds x[i + h H], ..., x[i + h H + H - 1] in its first H channels.
+    """
+    heads, blocks = heads_and_blocks(kind, tokens)
+    layer = BareAttention(kind, 1 + tokens, heads, max(tokens, blocks), "hard").double()
+    module = layer.layer
+    positions = torch.eye(tokens, dtype=torch.float64)
+    for weight in module.parameters():
+        weight.zero_()
+    query, key, value = layer.by_head("q_proj", "k_proj", "v_proj")
+    for head in range(heads):
+        block = head % blocks
+        # The position of a query is moved by whole blocks, and that of a key within a block.
+        query[head, :tokens, 1:] = positions.roll(head * blocks, dims=0)
+        key[head, :tokens, 1:] = positions.roll(-block, dims=0)
+        value[head, block, 0] = 1
     if kind == "iha":
-        layer.layer.v_proj.weight *= root(tokens)  # the H keys of the highest score share the weight
+        value *= heads  # the H keys of the highest score share the weight
+        identity = torch.eye(heads, dtype=torch.float64)
+        module.q_mix.weight[:, :, 0] = identity  # 1[m = h] 1[p = 1]
+        for mixing in (module.k_mix, module.v_mix):
+            mixing.weight.copy_(identity.unsqueeze(1).expand(-1, heads, -1))  # 1[m = p]
+        module.collapse.weight[range(heads), range(0, heads * heads, heads)] = 1  # p = 1 of the head itself
     return layer
+
+
+def collect(kind: str, tokens: int, x: list[int]) -> torch.Tensor:
+    """Return x[i + t] at token i by the proof's layer for so many tokens, [len(x), tokens]."""
+    heads, blocks = heads_and_blocks(kind, tokens)
+    values = torch.tensor(x).double()[:, None]
+    positions = torch.eye(tokens, dtype=torch.float64)[: len(x)]
+    output = proof_layer(kind, tokens)(torch.cat((values, positions), dim=1)[None])[0]
+    return output.unflatten(-1, (heads, -1))[..., :blocks].flatten(1)[:, :tokens]
 
 
 def proof_count(kind: str, tokens: int, x: list[int], factor: int, modulus: int) -> torch.Tensor:
     """Return CPM-3 by the proof's layer for so many tokens, and a ReLU for each pair of what it collects."""
-    layer = proof_layer(kind, tokens)
-    collected = filter_bank(layer, torch.tensor(x).double()[:, None], tokens)[..., 0].T  # x[i + t] at token i
+    collected = collect(kind, tokens, x)
     pairs = collected[:, :1, None] + factor * collected[:, :, None] + collected[:, None]
     return torch.relu(1 - pairs.remainder(modulus)).sum(dim=(1, 2))
 
