@@ -225,11 +225,6 @@ def additions_of(config: PreTrainedConfig) -> list[Companion]:
     return [addition for field, addition in ADDITIONS.items() if getattr(config, field)]
 
 
-def all_companions() -> dict[str, Companion]:
-    """Return the companion of every kind, in the order of `ATTENTION_CLASSES`."""
-    return {kind: companion_of(kind) for kind in ATTENTION_CLASSES}
-
-
 def virtual_tokens_per_token(config: PreTrainedConfig) -> int:
     """Return the number of virtual tokens that the layers with virtual tokens of a model make of each token."""
     kinds = getattr(config, "attention_kinds", None)  # only `IHAConfig` has the field

@@ -46,8 +46,9 @@ import vllm_iha
 from conversion_scripts import convert_llama_to_iha
 from iha.checkpoints import smollm2_gguf
 from iha.errors import ROOT
-from iha.kinds import all_companions
+from iha.kinds import companion_of
 from modeling_iha import IHAConfig, pair_heads
+from modeling_iha.modeling_iha import ATTENTION_CLASSES
 from modeling_iha.modeling_interleaved import interleaved_class, tasks
 from vllm_iha.checks import KINDS
 from vllm_iha.model import VirtualAttention
@@ -394,7 +395,7 @@ def test_what_is_refused(case, tmp_path, monkeypatch):
 
 
 def test_the_kinds_that_cards_call_served_are_served():
-    assert list(KINDS) == [kind for kind, known in all_companions().items() if known.served_by_vllm]
+    assert list(KINDS) == [kind for kind in ATTENTION_CLASSES if companion_of(kind).served_by_vllm]
 
 
 def test_another_vllm_gets_no_models_and_goes_on(monkeypatch, caplog):
