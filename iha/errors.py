@@ -129,22 +129,3 @@ def refusing(what: str, *errors: type[Exception]) -> Iterator[None]:
         yield
     except errors as error:
         raise UserError(f"{what}: {one_line(error)}") from error
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` in a block that takes longer, such as a chat template that loops.
-
-    It works in the main thread only.
-    """
-
-    def stop(number, frame):
-        raise TimeoutError(f"it takes more than {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

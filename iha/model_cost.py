@@ -160,6 +160,8 @@ class Counts(NamedTuple):
 class LayerCounter(FlopCounterMode):
     """Count the FLOPs of layers and of their attention, by hooks where their passes begin and end.
 
+    A backward pass goes the other way: it begins in a layer at the gradient of the layer's output, and ends at the
+    gradient of its input. So the hook on the input's gradient calls `end`, and the one on the output's calls `begin`.
     `FlopCounterMode` counts by module too, but not the backward pass of a module whose input is a keyword."""
 
     def __init__(self, layers: nn.ModuleList) -> None:

@@ -193,7 +193,12 @@ def sizes_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Sizes:
 
 
 class Recorder:
-    """Record the stages of a step, whose borders are those of the layers, by hooks on the layers.
+    """Record the stages of a step, by hooks where each layer begins and where the last one ends: the borders.
+
+    With the layers `first`, which does not count, and A and B, one of each kind, the stages are
+
+        forward pass   | begin | first | A | B | head           in this order, and then
+        backward pass  | end   | first | A | B | head_backward  from right to left
 
     Activation checkpointing runs a layer's hooks again in the backward pass; these are no borders."""
 
@@ -265,17 +270,14 @@ def count_step(
 def by_layers(
     recorder: Recorder, update: Stage, model: PreTrainedModel, kept: Kept, optimizer: torch.optim.Optimizer
 ) -> CountedStep:
-    """Return what was recorded of a step, for every layer of the whole model. The first layer that ran does not count.
-
-    A forward pass has a stage before the layers, one of each layer, and one behind them; a backward pass has them in
-    the other order."""
+    """Return what was recorded of a step (see `Recorder`), for every layer of the whole model."""
     begin, *forward, head = recorder.forward
     head_backward, *backward, end = recorder.backward
     backward.reverse()
     sizes = [sizes_of(layer, optimizer) for layer in kept.layers]
     counted = [Layer(*each) for each in zip(forward, backward, recorder.copies[1:], sizes)]
     others = (whole - sum(each) for whole, each in zip(sizes_of(model, optimizer), zip(*sizes)))
-    layers = [counted[1 + i] for i in kept.like]
+    layers = [counted[1 + i] for i in kept.like]  # without the first one
     return CountedStep(layers, begin, head, head_backward, end, update, Sizes(*others))
 
 

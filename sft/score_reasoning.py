@@ -10,14 +10,16 @@ import argparse
 import inspect
 import json
 import re
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import islice
 from pathlib import Path
 from statistics import stdev
 
-from iha.errors import UserError, check_packages, run_cli, time_limit
+from iha.errors import UserError, check_packages, run_cli
 from iha.files import check_output_file, expanded, read_jsonl, write_json
 
 
@@ -68,6 +70,22 @@ def runs_rows(generator: str) -> bool:
     """Return whether the code of a generator, and so perhaps its verifier, evaluates text as Python."""
     source = inspect.getsource(sys.modules[DATASETS[generator][0].__module__])
     return re.search(r"\b(eval|exec|parse_expr|sympify)\(", source) is not None
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise `TimeoutError` in a block that takes longer. It works in the main thread only."""
+
+    def stop(number, frame):
+        raise TimeoutError(f"it takes more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def is_right(reply: str, generator: str, entry: dict) -> bool:
