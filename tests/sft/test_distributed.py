@@ -128,7 +128,8 @@ def launched(request, workplace) -> Path:
     The processes make runs under FSDP2, the first with sharded state dicts, interrupted and resumed, a step under
     tensor parallelism, and a run under DDP. Models whose tests are not selected are left out.
     """
-    asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    items = [item for item in request.session.items if item.path == request.path]
+    asked = {item.callspec.params.get("name") for item in items if hasattr(item, "callspec")}
     runs = {
         "shards": {"environment": {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}},
         "lora": {},

@@ -79,9 +79,10 @@ def launched(request, workplace) -> Path:
     """Fork once what `accelerate launch --config_file fsdp2_shared_rows.yaml --num_processes 2` starts.
 
     What no selected test asks for is left out."""
-    asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    items = [item for item in request.session.items if item.path == request.path]
+    asked = {item.callspec.params.get("name") for item in items if hasattr(item, "callspec")}
     plans = [{"cases": FEW, "record": str(workplace / "few.json")}]
-    if any("all_cases" in item.name for item in request.session.items):
+    if any("all_cases" in item.name for item in items):
         plans.append({"cases": CASES, "record": str(workplace / "all.json")})
 
     def plan(name: str, output: str, accumulated: int = 2, **more) -> dict:
