@@ -54,11 +54,11 @@ def panels(message: str, count: int = 1, columns: int = 1, height: float = 3) ->
 def dots(
     axes: Axes,
     names: Sequence[str],
-    series: Mapping[str, Sequence[Point | float | None]],
+    series: Mapping[str, Sequence[Point]],
     limits: tuple[float, float] = (-inf, inf),
     mark: float | None = None,
 ) -> None:
-    """Plot a row for each name, from the top down, with a dot of each of the series; `None` leaves a dot out.
+    """Plot a row for each name, from the top down, with a dot of each of the series.
 
     A value beyond the `limits` of the axis is a number at its edge and not a dot, and NaN is "diverged" at `mark`. A
     vertical line stands there.
@@ -68,11 +68,7 @@ def dots(
         axes.axvline(mark, color="black", linewidth=0.8)
     for index, (label, values) in enumerate(series.items()):
         shift = 0.7 * ((index + 0.5) / len(series) - 0.5)
-        placed = [
-            (place + shift, *(value if isinstance(value, tuple) else (value, 0.0, 0.0)))
-            for place, value in enumerate(values)
-            if value is not None
-        ]
+        placed = [(place + shift, *value) for place, value in enumerate(values)]
         for place, value, *_ in placed:
             if isnan(value):
                 axes.text(mark or max(low, 0), place, "diverged", color=f"C{index}", va="center", fontsize="small")

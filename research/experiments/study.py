@@ -1,4 +1,4 @@
-"""Share what studies do the same way: runs that are not repeated, spreads over seeds, tables and plots."""
+"""Share what studies do the same way: runs that are not repeated, intervals over seeds, tables and plots."""
 
 import argparse
 import os
@@ -103,12 +103,7 @@ def write(study: Study, plot: Callable[[dict], Figure], **content) -> None:
     print(f"{figure.get_suptitle()}\nWrote {study.table} and .png", flush=True)
 
 
-# Spreads over seeds
-
-
-def spread(values: Sequence[float]) -> dict:
-    """Return the mean over the runs, the lowest and the highest, and the values."""
-    return {"mean": fmean(values), "min": min(values), "max": max(values), "values": list(values)}
+# Intervals over seeds
 
 
 def interval(values: Sequence[float]) -> dict:
@@ -141,16 +136,10 @@ def correct_by_holm(compared: Sequence[dict]) -> None:
 # Plots
 
 
-def points(values: list[dict | None]) -> list[plots.Point | None]:
-    """Return the mean of a `spread` or an `interval` each, and how far it goes down and up, for `plots.dots`."""
-
-    def point(value: dict) -> plots.Point:
-        half_width = value.get("half_width") or 0.0
-        low = value.get("min", value["mean"] - half_width)
-        high = value.get("max", value["mean"] + half_width)
-        return value["mean"], value["mean"] - low, high - value["mean"]
-
-    return [value and point(value) for value in values]
+def points(intervals: list[dict]) -> list[plots.Point]:
+    """Return the mean of each `interval`, and how far it goes down and up, for `plots.dots`."""
+    half_widths = [each["half_width"] or 0.0 for each in intervals]
+    return [(each["mean"], half_width, half_width) for each, half_width in zip(intervals, half_widths)]
 
 
 def plot_losses(axes: Axes, places: Sequence[float], curves: Sequence[list], **style) -> None:

@@ -1,4 +1,4 @@
-"""Test what studies share: spreads over seeds, their p-values, and runs that are not repeated."""
+"""Test what studies share: intervals over seeds, their p-values, and runs that are not repeated."""
 
 import json
 import math
@@ -19,7 +19,7 @@ def test_intervals_over_seeds():
     assert study.interval(values) == {"mean": 3.0, "half_width": half_width, "values": values}
     assert study.interval([7.0]) == {"mean": 7.0, "half_width": None, "values": [7.0]}
     wide = {"mean": 0.25, "half_width": 0.5, "values": []}
-    assert study.points([wide, study.spread([0.0, 1.0, 0.5]), None]) == [(0.25, 0.5, 0.5), (0.5, 0.5, 0.5), None]
+    assert study.points([wide, study.interval([7.0])]) == [(0.25, 0.5, 0.5), (7.0, 0.0, 0.0)]
 
 
 def test_p_values_are_corrected_for_their_number():
