@@ -37,7 +37,10 @@ def call(command: Callable, words: Sequence[str] | None = None) -> None:
 
 
 def parse(command: Callable, words: Sequence[str] | None) -> dict[str, Any]:
-    """Return the arguments of a function of `iha.api` in words. Exit after help, and after words that are wrong."""
+    """Return the arguments of a function of `iha.api` in words. Exit after help, and after words that are wrong.
+
+    Typer reads the options from the signature of `command`, which `take` has too, and calls `take` with their values.
+    """
     arguments: dict[str, Any] = {}
 
     @wraps(command)
