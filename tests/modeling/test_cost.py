@@ -347,12 +347,12 @@ def test_a_loss_in_tiles_keeps_no_logits_of_a_large_vocabulary():
 def test_several_gpus_a_time_and_a_file(monkeypatch, capsys, tmp_path):
     memory = StepMemory(1, 1, 1, 2_000_000_000)  # to count it takes seconds
     monkeypatch.setattr(cost_command, "of_sharded_training", lambda *_: memory)
-    words = ["--preset", "small-1m-iha", "--tokens", "256", "--batch", "2", "--gpus", "4", "--tflops", "0.001"]
+    words = ["--preset", "tiny", "--tokens", "256", "--batch", "2", "--gpus", "4", "--tflops", "0.001"]
     monkeypatch.setattr(sys, "argv", ["cost.py", *words, "--json", str(tmp_path / "cost.json")])
     cost_command.main()
     printed = capsys.readouterr().out
     written = json.loads((tmp_path / "cost.json").read_text())
-    config = IHAConfig.from_preset("small-1m-iha")
+    config = IHAConfig.from_preset("tiny")
     counted = cost_of_model(config, 256)
     time = 2 * 2 * counted.training / 1e9
     assert "on each of 4 GPUs, sharded by FSDP2" in printed
@@ -370,12 +370,12 @@ def test_several_gpus_a_time_and_a_file(monkeypatch, capsys, tmp_path):
 def test_a_forecast_of_a_preset_with_other_fields_in_hours(monkeypatch, capsys, tmp_path):
     for name in ("of_training", "of_sharded_training"):
         monkeypatch.setattr(cost_command, name, None)  # --no-memory counts none
-    words = ["--preset", "small-1m-iha", "--tokens", "512", "--tflops", "0.5", "--steps", "3600", "--no-memory"]
+    words = ["--preset", "tiny", "--tokens", "512", "--tflops", "0.5", "--steps", "3600", "--no-memory"]
     fields = {"max_position_embeddings": 512, "vocab_size": 1000, "num_pseudo_heads": 2}
     words += ["--json", str(tmp_path / "cost.json"), "--set", *(f"{name}={value}" for name, value in fields.items())]
     cost_command.main(words)
     written = json.loads((tmp_path / "cost.json").read_text())
-    time = 2 * cost_of_model(IHAConfig.from_preset("small-1m-iha", **fields), 512).training / 5e11
+    time = 2 * cost_of_model(IHAConfig.from_preset("tiny", **fields), 512).training / 5e11
     assert written["hours"]["this model"]["nothing saved"] == pytest.approx(time)
     assert f"3,600 steps in {time:.3g} h" in capsys.readouterr().out and written["bytes_of_a_step"] == {}
     mistakes = {"--steps 3": "give --tflops too", "--set nothing": "nothing: expected FIELD=VALUE"}
@@ -452,9 +452,9 @@ def test_adapters_spare_the_gradients_of_the_weights_below_them(capsys):
     total, visible = products_of_pairs(config, tokens)
     counted = passes_of_model(config, tokens, lora_r=3)
     assert counted.training == both - 6 * (total - visible) + visible
-    words = "--preset small-1m-iha --tokens 256 --tflops 0.001 --no-memory"
+    words = "--preset tiny --tokens 256 --tflops 0.001 --no-memory"
     cost_command.main([*words.split(), "--lora-r", "4"])
-    time = 2 * passes_of_model(IHAConfig.from_preset("small-1m-iha"), 256, 4).training / 1e9
+    time = 2 * passes_of_model(IHAConfig.from_preset("tiny"), 256, 4).training / 1e9
     printed = capsys.readouterr().out
     assert "time of a step of 1 rows of LoRA of rank 4" in printed and f"this model: {time:.2f} s, " in printed
 
@@ -534,17 +534,17 @@ def test_the_command_counts_shared_rows_and_adapters(capsys, monkeypatch, tmp_pa
 
     monkeypatch.setattr(cost_command, "of_sharded_training", of_sharded)
     monkeypatch.setattr(cost_command, "of_training", of_one)
-    words = "--preset small-1m-iha --tokens 256 --gpus 2 --share-rows 2 --offload --tflops 1"
+    words = "--preset tiny --tokens 256 --gpus 2 --share-rows 2 --offload --tflops 1"
     cost_command.main([*words.split(), "--json", str(tmp_path / "cost.json")])
     written = json.loads((tmp_path / "cost.json").read_text())
-    sent = exchanged_bytes(IHAConfig.from_preset("small-1m-iha"), 256, 2)
+    sent = exchanged_bytes(IHAConfig.from_preset("tiny"), 256, 2)
     assert written["bytes_sent_in_a_forward_pass"]["this model"] == sent
     assert (written["share_rows"], written["lora_r"], written["bits"]) == (2, None, 32)
     printed = capsys.readouterr().out
     assert "training step on each of 2 GPUs, sharded by FSDP2 (not compared with a GPU), 2 of which share" in printed
     assert "with activation checkpointing in the host's memory and TRL's loss" in printed
     assert "this model: a process sends 0.0" in printed and "time of a step of 1 rows" in printed
-    cost_command.main("--preset small-1m-iha --tokens 64 --lora-r 4 --bits 4".split())
+    cost_command.main("--preset tiny --tokens 64 --lora-r 4 --bits 4".split())
     assert "training step, LoRA of rank 4 on weights in 4 bits, AdamW" in capsys.readouterr().out
     assert sharded and all(way.share_rows == gpus == 2 for way, gpus in sharded)
     assert [way for way, _ in sharded if way.offload] == 2 * [Way(True, True, True, share_rows=2)]
