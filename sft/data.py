@@ -250,7 +250,6 @@ def training_rows(
     the first rows are held out. This happens before packing, so packing does not change which rows are held out.
     """
     text_column = args.dataset_text_field
-    args.dataset_text_field = "text"  # the column of the rows that `load_rows` returns, which TRL reads
     with args.main_process_first():
         parts = [load_rows(*part, run.dataset_streaming, text_column) for part in data.parts]
         check_template(parts[0].features, tokenizer, args)

@@ -226,8 +226,10 @@ def test_a_run_says_which_keys_it_continues_with(whole, tiny, rows_file, tmp_pat
     "key, value, then",
     [
         ("learning_rate", 0.5, "0.0001"),
+        ("adam_beta2", 0.95, "0.999"),
         ("packing", "true", "False"),
         ("data_seed", 3, "None"),
+        ("dataset_text_field", "other", "text"),
         ("rope_theta", 20000, "None"),
     ],
 )
