@@ -1,11 +1,10 @@
 """Write a text to pre-train on without a network: the modules of Python's standard library, one to a row.
 
-example: python -m sft.make_text train.jsonl held_out.jsonl --max-bytes 4000000
+example: python -m sft.make_text train.jsonl held_out.jsonl
 """
 
 import argparse
 import random
-import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,20 +28,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("train", type=expanded, help="the .jsonl file of rows to train on")
     parser.add_argument("held_out", type=expanded, help="the .jsonl file of rows to evaluate on")
-    parser.add_argument("--max-bytes", type=int, default=sys.maxsize, help="stop at so many bytes (default: all)")
     args = parser.parse_args(argv)
     for file in (args.train, args.held_out):
         if file.suffix != ".jsonl":
             raise UserError(f"{file}: expected the name of a .jsonl file.")
         check_output_file(file)
-    texts: list[str] = []
-    left = args.max_bytes
-    for text in modules():
-        left -= len(text.encode())
-        if left < 0:
-            break
-        texts.append(text)
-    count = max(1, len(texts) // HELD_OUT)
+    texts = modules()
+    count = len(texts) // HELD_OUT
     for file, part in ((args.held_out, texts[:count]), (args.train, texts[count:])):
         write_jsonl(file, [{"text": text} for text in part])
         print(f"Wrote {file}, {len(part)} modules, {sum(len(text.encode()) for text in part):,} bytes")
