@@ -356,15 +356,13 @@ class Run:
 
 # The table
 
-BY_POSITION = "loss of tokens "
-
 
 def by_position(metric: str) -> str | None:
     """Return the column of a loss at some positions of a text, whose metric is "loss@64", or `None` for others."""
     if not metric.startswith("loss@"):
         return None
     first = int(metric.removeprefix("loss@"))
-    return f"{BY_POSITION}{first} to {max(64, 2 * first) - 1}"
+    return f"loss of tokens {first} to {max(64, 2 * first) - 1}"
 
 
 def figures_of(out: Path, size: Size) -> dict[str, float]:
