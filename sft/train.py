@@ -149,7 +149,6 @@ def build_trainer(
     train_rows, eval_rows = rows
     if are_chats(train_rows.features):
         stop_at_end_of_turn(model, tokenizer)
-    args.dataset_text_field = "text"  # the column of the rows that `load_rows` returned, which TRL reads
     # Below, a quantized run takes back these values, which TRL's trainer rounds.
     mixing = [weight.detach().clone() for weight in trained_mixing(model)]
     trainer_class = SharedRowTrainer if processes_of_a_row(args) > 1 else SFTRecipeTrainer

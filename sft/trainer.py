@@ -127,6 +127,7 @@ class SFTRecipeTrainer(SFTTrainer):
         # `check_cut` counts whole rows between the two. TRL has no public function that tokenizes rows.
         cut_to = None if splits_long_rows(args, packing) else args.max_length
         whole = copy.copy(args)
+        whole.dataset_text_field = "text"  # the column of the rows that `load_rows` returns
         whole.max_length = None
         whole.shuffle_dataset = False
         with refusing("a row: the chat template does not take it", TemplateError):
