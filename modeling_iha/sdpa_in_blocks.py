@@ -434,7 +434,9 @@ def attend_to_document(module, query, key, value, window: int | None, **options)
     first, others = query.split((window, length - window), dim=2)
     states = (first.contiguous(), key[:, :, :window], value[:, :, :window])  # behind a view autograd would keep all
     begin, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, *states, None, **options)
-    block = min(block_size(query, window), length - window)
+    block = block_size(query, window)
+    if not torch.compiler.is_compiling():  # a graph with such a block would be for this length alone
+        block = min(block, length - window)
     queries = torch.arange(block, device=query.device)[:, None] + window
     keys = torch.arange(window + block, device=query.device)
     mask = (queries - window < keys) & (keys <= queries)

@@ -42,7 +42,16 @@ _UNRECORDED = {*_SOURCE_KEYS, *_PATH_KEYS, *NOT_TAKEN}
 # Keys of a recipe that a resumed run may not change. A checkpoint holds the weights of this model, and the optimizer
 # with the rates and betas that the run began with, which silently replace others. Other rows, or the same ones in
 # another order, would be repeated or skipped.
-_MODEL_KEYS = ("num_pseudo_heads", *INTERLEAVING_KEYS, "mixing_scale", "dtype", "use_peft", "lora_r", "lora_alpha")
+_MODEL_KEYS = (
+    "num_pseudo_heads",
+    *INTERLEAVING_KEYS,
+    "mixing_scale",
+    "dtype",
+    "use_peft",
+    "lora_r",
+    "lora_alpha",
+    "use_rslora",
+)
 _LENGTH_KEYS = ("rope_theta", "max_position_embeddings", "sliding_window", "max_length")
 _OPTIMIZER_KEYS = ("learning_rate", "weight_decay", "optim", "adam_beta1", "adam_beta2", "adam_epsilon")
 _ROW_KEYS = ("dataset_config", "dataset_train_split", "dataset_streaming", "eval_size", "shuffle_dataset")
