@@ -6,14 +6,14 @@ registers both under a second name, "iha_sdpa". (Most decoders get "iha_sdpa_in_
 `use_virtual_core`.) A module with virtual heads then attends over virtual tokens, and any other module over tokens.
 A pre-hook of the decoder, `prepare_call`, reads what a call declares once for all layers.
 
-An `attention_mask` has one of these forms on its way:
+An `attention_mask` goes through these stages:
 
-    a user's                [batch, K] in tokens, or [batch, heads, N, K]
-    of `interleaved_mask`   flat, which is `None` or [batch, K] in tokens; or dense over virtual tokens, which is
-                            [batch, 1, N * P, K * P] or two such masks along the heads; or for FlexAttention a
-                            `BlockMask` or `LayerMasks`
-    of a module             one of these masks: `mask_of_interleaved_module` and `mask_of_plain_module` take it out
-    of a core               over the tokens or virtual tokens that it attends to (`virtual_attention`)
+    1. A user gives [batch, K] in tokens, or [batch, heads, N, K].
+    2. `interleaved_mask` makes one mask for all layers. It is flat, which is `None` or [batch, K] in tokens; or dense
+       over virtual tokens, which is [batch, 1, N * P, K * P], or two of these along the heads: that of the other
+       modules, then that of the interleaved ones. For FlexAttention it is a `BlockMask` or `LayerMasks`.
+    3. `mask_of_interleaved_module` or `mask_of_plain_module` selects what a module needs of it.
+    4. The core gets a mask over the tokens or virtual tokens that it attends to (`virtual_attention`).
 """
 
 import math
@@ -36,7 +36,7 @@ from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
 from .sdpa_in_blocks import (
     Backend,
     additive,
-    documents_known_by,
+    how_core_separates,
     is_for_any_length,
     mask_without_padding,
     read_call,
@@ -117,25 +117,26 @@ def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: 
     Where the interleaved ones have a window that others lack (`has_two_masks`), a dense mask holds that of the others
     and that of the interleaved ones, one behind the other along the heads. A `BlockMask` of FlexAttention, which
     cannot be cut to tokens, is a `LayerMasks` wherever there are others."""
-    of_others = kwargs | {"config": config, "mask_function": mask_function, "local_size": local_size}
+    arguments = kwargs | {"config": config, "mask_function": mask_function, "local_size": local_size}
     make_mask_of_tokens = ALL_MASK_ATTENTION_FUNCTIONS[core]
     if not hasattr(config, "num_pseudo_heads"):  # that of a vision tower
-        return make_mask_of_tokens(**of_others)
-    of_interleaved = of_others
+        return make_mask_of_tokens(**arguments)
+    if takes_flat_mask(core, **arguments):
+        return virtual_mask(core, **arguments)  # the layer applies its window
     window = config.interleaved_window
-    if window is not None and not takes_flat_mask(core, **of_others):
+    windowed = arguments
+    if window is not None:
         # CODEPATH: a window of the interleaved layers alone. Neither mask may be left out, because both are joined.
-        of_others = of_others | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        arguments = arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         sees = and_masks(mask_function, sliding_window_overlay(window))
-        of_interleaved = of_others | {"mask_function": sees, "local_size": min(window, local_size or window)}
-    mask = virtual_mask(core, **of_interleaved)
+        windowed = arguments | {"mask_function": sees, "local_size": min(window, local_size or window)}
+    mask = virtual_mask(core, **windowed)
     if isinstance(mask, BlockMask):
-        return LayerMasks(mask, make_mask_of_tokens(**of_others)) if has_other_modules(config) else mask
-    if mask is None or mask.ndim != 4 or not has_two_masks(config):
+        return LayerMasks(mask, make_mask_of_tokens(**arguments)) if has_other_modules(config) else mask
+    if mask is None or not has_two_masks(config):  # some cores make no mask
         return mask
-    # Over virtual tokens too: `mask_of_plain_module` takes it back to tokens.
-    mask_of_others = virtual_mask(core, **of_others)
-    return torch.cat((mask_of_others, mask), dim=1)
+    # That of the others is over virtual tokens too: `mask_of_plain_module` takes it back to tokens.
+    return torch.cat((virtual_mask(core, **arguments), mask), dim=1)
 
 
 def has_other_modules(config: PreTrainedConfig) -> bool:
@@ -163,7 +164,9 @@ def mask_of_plain_module(mask: Any, module: nn.Module, num_tokens: int) -> Any:
         return mask.of_others
     num_pseudo_heads = getattr(module.config, "num_pseudo_heads", 1) if hasattr(module, "config") else 1
     is_dense = isinstance(mask, torch.Tensor) and mask.ndim == 4
-    if not is_dense or num_pseudo_heads == 1 or mask.shape[-2] != num_tokens * num_pseudo_heads:
+    # A base's own mask has a row for each token.
+    is_over_tokens = num_pseudo_heads == 1 or not is_dense or mask.shape[-2] != num_tokens * num_pseudo_heads
+    if is_over_tokens:
         return mask
     if has_two_masks(module.config):
         mask = mask.chunk(2, dim=1)[0]
@@ -173,7 +176,9 @@ def mask_of_plain_module(mask: Any, module: nn.Module, num_tokens: int) -> Any:
 
 
 def mask_of_cached_keys(mask: Any, config: PreTrainedConfig, num_tokens: int, num_keys: int) -> Any:
-    """Return the mask of the last keys, which a layer with a window of its own has cached (`keep_windows`).
+    """Return the part of a mask for the cached keys, of a layer with a window that the base lacks (`keep_windows`).
+
+    The layer caches as many keys as the window has, and returns them before the N new ones.
 
     Raise a RuntimeError if keys of the window are missing, as the base does by the shape of its mask: a crop of the
     cache may have taken them."""
@@ -237,7 +242,8 @@ def prepare_call(names: list[str], decoder: PreTrainedModel, args: tuple, kwargs
     cache = pop_cache(kwargs)
     base_makes_cache = cache is None and makes_cache(decoder, kwargs.get("use_cache"))
     if base_makes_cache and getattr(config, "sliding_window", None):
-        # The base would make it too late for `keep_windows`. From here on it counts as one that the caller gave.
+        # The base would make it too late for `keep_windows`. From here on it counts as one that the caller gave, so
+        # packed documents need use_cache=False here.
         cache, base_makes_cache = DynamicCache(config=decoder.config), False
     if cache is not None:
         keep_windows(decoder, cache)
@@ -262,20 +268,20 @@ def arguments_for_layers(
 ) -> dict[str, Any]:
     """Return the keyword arguments that tell all layers what a call declares, without dense masks if they can.
 
-    Packed documents are told apart, or raise a ValueError. (For bases with windows `prepare_call` gives the cache.)
+    Packed documents are kept apart, or raise a ValueError. (`prepare_call` gives the cache of a base with windows.)
 
-        known by (`documents_of_base`)    no cache      the base makes one     one is given
-        "bounds"                          told apart    told apart             ValueError
-        "positions"                       told apart    told apart             ValueError
-        "masks"                           told apart    ValueError             ValueError
+        `how_decoder_separates`    no cache      the base makes one    one is given
+        "bounds"                   kept apart    kept apart            ValueError
+        "positions"                kept apart    kept apart            ValueError
+        "masks"                    kept apart    ValueError            ValueError
     """
     config = decoder_config(decoder)
     mask, positions, bounds = (kwargs.get(name) for name in ("attention_mask", "position_ids", "cu_seq_lens_q"))
     if positions is not None and positions.ndim != 2:  # of a model of images: [4, rows, N] with those of text first
         positions = positions[0] if len(positions) == 4 else None
-    knows_documents_by = documents_of_base(config, positions, bounds)
-    backend = Backend.of_model(core_of(config), decoder.dtype, tokens.device, knows_documents_by)
-    if bounds is not None and positions is None and knows_documents_by == "masks":
+    separates_documents_by = how_decoder_separates(config, positions, bounds)
+    backend = Backend.of_model(core_of(config), decoder.dtype, tokens.device, separates_documents_by)
+    if bounds is not None and positions is None and separates_documents_by == "masks":
         raise ValueError(
             f"attn_implementation={backend.core!r} tells documents by position_ids alone: next to cu_seq_lens_q pass "
             "position_ids that restart where documents begin."
@@ -285,7 +291,7 @@ def arguments_for_layers(
     call = read_call(backend, tokens, mask, positions, cache, bounds, window, base_makes_cache)
     if call.dense is not None:
         return {"attention_mask": dense_mask_of_user(call.dense, backend.core, config)}
-    if call.documents is None or knows_documents_by != "bounds":
+    if call.documents is None or separates_documents_by != "bounds":
         return {}
     found = call.keyword_arguments()
     if mask is None and cache is None:  # the base would look for documents too, and ask for a dense mask
@@ -293,15 +299,17 @@ def arguments_for_layers(
     return found
 
 
-def documents_of_base(config: PreTrainedConfig, positions: torch.Tensor | None, bounds: torch.Tensor | None) -> str:
-    """Return what the layers of a base know packed documents by: see `documents_known_by`."""
+def how_decoder_separates(
+    config: PreTrainedConfig, positions: torch.Tensor | None, bounds: torch.Tensor | None
+) -> str:
+    """Return how the layers of a base keep packed documents apart: see `how_core_separates`."""
     core = core_of(config)
     if bounds is None and positions is not None and is_tracing(positions):
         return "masks"  # code cannot find bounds in positions that it does not know
     # `interleave_heads` has tried whether the base passes bounds on. An export has dense masks.
     if core == SDPA_IN_BLOCKS and (is_for_any_length() or not getattr(config, "passes_cu_seq_lens", False)):
         return "masks"
-    return documents_known_by(core)
+    return how_core_separates(core)
 
 
 def dense_mask_of_user(mask: torch.Tensor, core: str, config: PreTrainedConfig) -> torch.Tensor:
@@ -333,7 +341,7 @@ def keep_windows(model: PreTrainedModel, cache: Cache) -> None:
     window = getattr(config, "sliding_window", None)
     if window:
         keep_window_edge(cache, window)
-        return  # The base has made the sliding layers that it needs, and another window is in the masks.
+        return  # Layers without the base's window keep all keys, and `interleaved_window` is in the masks.
     if config.interleaved_window is None or "flex" in config._attn_implementation:  # a `BlockMask` cannot be cut
         return
     # CODEPATH: a window of the interleaved layers alone. With chunks, Transformers takes the length of their masks

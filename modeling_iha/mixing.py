@@ -12,7 +12,7 @@ class Mixing(nn.Module):
     The layers use the value of a weight w, and not w itself:
 
         value = start + s * w
-        gradient of w = gradient of the value    (and not s times as much)
+        gradient of w = gradient of the value    (as if the value were w, and not s times as much)
 
     with buffers for the start and the scale s, which are saved with w. For s = 1, as from scratch, the start is zero,
     so that w is the value. For any other s, w begins at zero.
@@ -48,7 +48,7 @@ class Mixing(nn.Module):
         weight = getattr(self, name)
         fixed = weight.detach()
         value = torch.addcmul(self._buffers[f"{name}_start"], fixed, self._buffers[f"{name}_scale"])
-        # The sum adds zero. Its gradient (or tangent) is that of the value.
+        # `weight - fixed` is zero. It only hands the gradient (or tangent) of the value on to the weight, unscaled.
         return value + (weight - fixed) if torch.is_grad_enabled() else value
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:

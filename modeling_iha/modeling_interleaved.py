@@ -97,7 +97,7 @@ class ConfigMixin:
     def save_pretrained(self, *args, **kwargs):
         """Save the configuration. Raise a ValueError if a plain model that holds the same object is being saved.
 
-        Transformers has then set `architectures` to the model's class. A model without a head holds no other one."""
+        Such a model is the part `model.model`. Transformers sets `architectures` to its class before it saves it."""
         plain = tasks(base_class(type(self))).get("AutoModel")
         if plain is not None and self.architectures == [plain.__name__]:
             raise ValueError(
@@ -166,7 +166,9 @@ class ModelMixin:
                 model_kwargs[CACHE].activate_past_recording()  # again: `keep_windows` may have replaced layers
 
     def create_masks_for_generate(self, config, inputs_embeds, attention_mask, **kwargs):
-        """Return the masks of one new token, which a compiled forward needs, and the padding mask for other calls."""
+        """Return the masks of one new token, which a compiled forward needs ready.
+
+        For a prompt and for flash functions return the padding mask: the forward makes the rest."""
         if inputs_embeds.shape[1] > 1 or "flash" in decoder_config(self)._attn_implementation:
             return attention_mask
         create_masks = getattr(super(), "create_masks_for_generate", create_masks_for_generate)
@@ -265,7 +267,8 @@ def add_heads(model: PreTrainedModel) -> None:
         module.k_mix = HeadMixing(num_key_heads, *options)
         module.v_mix = HeadMixing(num_value_heads, *options)
         module.collapse = HeadCollapse(num_heads, config.num_pseudo_heads, config.pseudo_collapse, config.mixing_scale)
-    # Blocks that share all their weights, as in Zamba, share the mixing's parameters (Transformers ties no buffers).
+    # Transformers has collected the names of tied weights before, so those of the mixing are added: blocks that share
+    # all their weights, as in Zamba, share the mixing's parameters too. Buffers cannot be tied.
     weights = dict(model.named_parameters(remove_duplicate=False))
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
     model.all_tied_weights_keys |= {name: tied[name] for name in tied if is_mixing(name) and name in weights}
@@ -284,13 +287,13 @@ def remove_heads(model: PreTrainedModel) -> None:
 def use_virtual_core(model: PreTrainedModel) -> None:
     """Let the decoder attend over virtual tokens, on the attention function that its configuration names.
 
-    `sdpa_in_blocks` computes "sdpa" if it will hear of windows: the decoder supports FlashAttention, and
-    `interleave_heads` has not seen it keep a window to itself. Configurations have no public setter for a part of a
-    model: this sets the field of Transformers."""
+    `sdpa_in_blocks` computes "sdpa" if the decoder hands it windows, because it gets no dense mask that has them. A
+    decoder that supports FlashAttention does, unless `interleave_heads` has found that it does not (`passes_windows`).
+    Configurations have no public setter for a part of a model: this sets the field of Transformers."""
     config = decoder_config(model)
     core = implementation_of_user(config._attn_implementation)
-    hears_of_windows = decoder_of(model)._supports_flash_attn and getattr(config, "passes_windows", True)
-    if core == "sdpa" and hears_of_windows:
+    gets_windows = decoder_of(model)._supports_flash_attn and getattr(config, "passes_windows", True)
+    if core == "sdpa" and gets_windows:
         core = SDPA_IN_BLOCKS
     config._attn_implementation_internal = register_core(core)
 

@@ -55,7 +55,7 @@ class Call(NamedTuple):
     tokens: int  # N
     padding: torch.Tensor | None = None  # [rows, cached + N], 0 for padding; longer next to a cache
     dense: torch.Tensor | None = None  # a user's mask [rows or 1, heads or 1, N, cached + N], in place of all these
-    positions: torch.Tensor | None = None  # [rows or 1, N] of a call that may be packed
+    positions: torch.Tensor | None = None  # [rows or 1, N] of a call whose documents would be kept apart
     # Where the documents of all rows begin, and the end, int32 [documents + 1]. Runs of padding are documents too.
     documents: torch.Tensor | None = None
     longest: int | None = None  # tokens of the longest document, unless the caller has given the documents
@@ -68,29 +68,31 @@ class Call(NamedTuple):
 
 
 class Backend(NamedTuple):
-    """Say what computes attention, on which device and in which dtype, and what it knows packed documents by."""
+    """Say what computes attention, on which device and in which dtype, and how it keeps packed documents apart."""
 
     core: str  # the attention function
     device: torch.device
     dtype: torch.dtype  # of queries, keys and values
-    knows_documents_by: str  # "bounds", "positions" or "masks" (`documents_known_by`)
+    separates_documents_by: str  # "bounds", "positions" or "masks" (`how_core_separates`)
 
     @classmethod
     def of_model(
-        cls, core: str, dtype: torch.dtype, device: torch.device, knows_documents_by: str | None = None
+        cls, core: str, dtype: torch.dtype, device: torch.device, separates_documents_by: str | None = None
     ) -> "Backend":
         """Return the backend of a model whose weights have a dtype, which autocast may change."""
         has_autocast = torch.amp.is_autocast_available(device.type)  # tensors without data have none
         if has_autocast and torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
-        return cls(core, device, dtype, knows_documents_by or documents_known_by(core))
+        return cls(core, device, dtype, separates_documents_by or how_core_separates(core))
 
 
-def documents_known_by(core: str) -> str:
-    """Return what an attention function knows packed documents by.
+def how_core_separates(core: str) -> str:
+    """Return how an attention function keeps packed documents apart: by "bounds", "positions" or "masks".
 
-    `sdpa_in_blocks` gets their "bounds" (`cu_seq_lens_q`), flash functions look at the "positions" themselves, and for
-    any other Transformers looks at the positions and makes "masks", unless there is a cache or a mask."""
+    "bounds"       `sdpa_in_blocks` gets their bounds (`cu_seq_lens_q`)
+    "positions"    flash functions look at `position_ids` themselves
+    "masks"        for all others Transformers makes masks from `position_ids`, if there is no mask and no cache
+    """
     if core == NAME:
         return "bounds"
     return "positions" if "flash" in core else "masks"
@@ -106,7 +108,7 @@ def read_call(
     window: float = math.inf,
     makes_cache: bool = False,
 ) -> Call:
-    """Read what a call declares. Bounds of documents are found for a backend that knows documents by them.
+    """Read what a call declares. Bounds of documents are found for a backend that separates documents by them.
 
     Args:
         backend: what computes attention.
@@ -125,27 +127,29 @@ def read_call(
         check_dense_mask(backend.core, attention_mask, length, cache, window)
         is_mask = attention_mask.dtype == torch.bool or attention_mask.is_floating_point()
         return Call(rows, length, dense=attention_mask if is_mask else attention_mask.bool())
-    may_be_packed = attention_mask is None and cache is None
-    if makes_cache and backend.knows_documents_by == "masks":
-        may_be_packed = False
-    if rows > 1 and "flash" in backend.core:
-        may_be_packed = False
-    call = Call(rows, length, attention_mask, positions=position_ids if may_be_packed else None)
+    # Whether packed documents of this call would be kept apart. If not, `read_rows` rejects them.
+    are_separated = attention_mask is None and cache is None
+    if makes_cache and backend.separates_documents_by == "masks":  # which are made without a cache alone
+        are_separated = False
+    if rows > 1 and "flash" in backend.core:  # a flash function looks for documents in a single row
+        are_separated = False
+    call = Call(rows, length, attention_mask, positions=position_ids if are_separated else None)
     if bounds is not None:
-        if not may_be_packed:
+        if not are_separated:
             raise ValueError(JOINED_DOCUMENTS)
         return call._replace(documents=bounds, sizes=sizes_for(backend, bounds))
     if length == 1:
         return call
-    if not may_be_packed:
+    if not are_separated:
         return read_rows(call, backend, position_ids, cache)
-    return find_documents(call, backend, makes_cache) if backend.knows_documents_by == "bounds" else call
+    return find_documents(call, backend, makes_cache) if backend.separates_documents_by == "bounds" else call
 
 
 def find_documents(call: Call, backend: Backend, makes_cache: bool) -> Call:
-    """Add the documents of a packed call. One begins where positions do not increase by one, as in Transformers.
+    """Add the documents of a packed call.
 
-    Next to a cache, where Transformers looks for none, positions may jump within a document."""
+    One begins where positions do not increase by one, which is the rule of Transformers. Next to a cache Transformers
+    has no rule: there a document begins where positions do not rise, and they may jump within it."""
     if call.positions is None:
         return with_a_document_for_each_row(call, backend)
     if has_unknown_values(call.positions):
@@ -158,10 +162,10 @@ def find_documents(call: Call, backend: Backend, makes_cache: bool) -> Call:
 
 def read_rows(call: Call, backend: Backend, position_ids: torch.Tensor | None, cache: Cache | None) -> Call:
     """Check that each row is one document. Add these documents if there are no cached tokens."""
-    if position_ids is None and (call.padding is None or backend.knows_documents_by != "bounds"):
+    if position_ids is None and (call.padding is None or backend.separates_documents_by != "bounds"):
         return call
     if has_unknown_values(call.padding if position_ids is None else position_ids):
-        if call.padding is None and not position_ids.is_meta:
+        if call.padding is None and not position_ids.is_meta:  # without padding there are positions, as above
             raise ValueError(UNKNOWN_DOCUMENTS)
         return call
     past = 0 if cache is None else int(cache.get_seq_length())
@@ -173,7 +177,7 @@ def read_rows(call: Call, backend: Backend, position_ids: torch.Tensor | None, c
     begins_another = is_real[:, 1:] & (positions[:, 1:] <= earlier)  # within a document positions rise
     if begins_another.any():
         raise ValueError(JOINED_DOCUMENTS + hint_of_prefix(call, past))
-    if backend.knows_documents_by != "bounds" or past > 0:
+    if backend.separates_documents_by != "bounds" or past > 0:
         return call
     return with_a_document_for_each_row(call, backend) if is_real.all() else with_runs(call, backend, is_real)
 
@@ -213,7 +217,7 @@ def with_a_document_for_each_row(call: Call, backend: Backend) -> Call:
 
 def sizes_for(backend: Backend, bounds: torch.Tensor) -> tuple[int, ...] | None:
     """Return the tokens of each document where a GPU computes one after the other: each layer would wait for them."""
-    is_split = backend.knows_documents_by == "bounds" and not has_flash_attention(backend.device, backend.dtype)
+    is_split = backend.separates_documents_by == "bounds" and not has_flash_attention(backend.device, backend.dtype)
     if not is_split or backend.device.type == "cpu" or has_unknown_values(bounds):
         return None
     return tuple(bounds.diff().tolist())
@@ -333,7 +337,9 @@ def sdpa_in_blocks(
     length = query.shape[2]
     options = {"dropout": dropout, "scaling": scaling or query.shape[-1] ** -0.5}
     has_flat_mask = attention_mask is None or attention_mask.ndim == 2
-    # In this order, because an export has dense masks, and comparing lengths would specialize it.
+    # Several queries come with a flat mask only if no key is cached before them (`needs_no_dense_mask`), so that query
+    # v is key v. The checks are in this order, because an export has dense masks, and comparing lengths would
+    # specialize it.
     if has_flat_mask and length > 1 and key.shape[2] >= length and getattr(module, "is_causal", True):
         visibility = visibility_of_arguments(query, attention_mask, sliding_window, kwargs)
         return attend_flat(module, query, key, value, visibility, options, kwargs), None
@@ -349,8 +355,10 @@ def visibility_of_arguments(
     batch, length = query.shape[0], query.shape[2]
     documents = kwargs.get("cu_seq_lens_q")
     if documents is not None:
-        padding = None  # it is among the documents (`with_runs`), or there is none
-        has_one_for_each_row = documents.shape[0] == batch + 1  # each row begins a document
+        # `read_rows` adds documents only if no token is padding, or with a document for each run of padding.
+        padding = None
+        # Each row begins a document, so as many documents as rows are the rows.
+        has_one_for_each_row = documents.shape[0] == batch + 1
         documents = None if has_one_for_each_row else documents
     window = None if window is None or window >= length else window
     longest = kwargs.get("max_length_q") or length

@@ -70,7 +70,9 @@ def refuse_pages(*args, **kwargs) -> None:
 
 
 def core_of(config: PreTrainedConfig) -> str:
-    """Return the name of the attention function that computes over virtual tokens, or that an `IHAModel` was given."""
+    """Return the name of the attention function that computes over virtual tokens, or that an `IHAModel` was given.
+
+    `IHAModel` is this package's own model, of which a checkpoint of a decoder in place has nothing."""
     return config._attn_implementation.removeprefix(PREFIX)
 
 
@@ -100,7 +102,7 @@ def virtual_mask(core: str, *, mask_function: Callable, attention_mask=None, **k
     num_pseudo_heads = kwargs["config"].num_pseudo_heads
     if num_pseudo_heads > 1 and not getattr(kwargs["config"], "is_causal", True):
         raise ValueError("is_causal=False: interleaved heads are causal. Leave it out, or use the plain model.")
-    # Asked in tokens: one new token, which has P queries, gets a dense mask of P rows.
+    # This asks in tokens: one new token, which has P queries, gets a dense mask of P rows. It is no prompt of P tokens.
     if takes_flat_mask(core, **kwargs):
         make_mask = padding_mask if core == SDPA_IN_BLOCKS else ALL_MASK_ATTENTION_FUNCTIONS[core]
         return make_mask(attention_mask=attention_mask, **kwargs)
@@ -132,22 +134,23 @@ def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head,
     is_grid = query.ndim == 4 and key.ndim == 4
     queries, keys = (query[..., ::num_pseudo_heads, :], key[..., ::num_pseudo_heads]) if is_grid else (query, key)
     query_token, key_token = queries // num_pseudo_heads, keys // num_pseudo_heads
-    up_to_p = sees_token(batch, head, query_token, key_token)
-    above_p = token_before_sees(sees_token, batch, head, query_token, key_token)
-    above_p = above_p | (up_to_p & (key_token > query_token))  # in masks that are not causal, as within an image
+    by_own_token = sees_token(batch, head, query_token, key_token)
+    by_token_before = token_before_sees(sees_token, batch, head, query_token, key_token)
+    # In masks that are not causal, as within an image, the own token tells of all pseudo-heads of later tokens.
+    by_token_before = by_token_before | (by_own_token & (key_token > query_token))
 
-    is_above_p = key % num_pseudo_heads > query % num_pseudo_heads
+    is_later_pseudo_head = key % num_pseudo_heads > query % num_pseudo_heads
     if is_grid:
-        both = torch.broadcast_tensors(up_to_p, above_p)
-        up_to_p, above_p = (repeat_pairs(each, num_pseudo_heads) for each in both)
-    return (up_to_p & ~is_above_p) | (above_p & is_above_p)
+        both = torch.broadcast_tensors(by_own_token, by_token_before)
+        by_own_token, by_token_before = (repeat_pairs(each, num_pseudo_heads) for each in both)
+    return torch.where(is_later_pseudo_head, by_token_before, by_own_token)
 
 
 def token_before_sees(sees_token: Callable, batch, head, query, key) -> torch.Tensor:
     """Return whether the token before a query sees a key, if both are of the query's document, by places of tokens."""
-    continues = sees_token(batch, head, query, query - 1)  # false where a document begins
-    is_earlier = key < query  # for the first query the lookup at -1 reads the last token
-    return continues & sees_token(batch, head, query - 1, key) & is_earlier
+    is_in_document = sees_token(batch, head, query, query - 1)  # false where a document begins
+    is_earlier = key < query  # the first query would look up the token before at -1, which is the last one
+    return is_in_document & sees_token(batch, head, query - 1, key) & is_earlier
 
 
 def repeat_pairs(mask: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
@@ -240,8 +243,9 @@ def recomputes(module: nn.Module, *states: torch.Tensor) -> bool:
 
     `states` are those of tokens. Activation checkpointing and other hooks of autograd have precedence; only a private
     function tells of them. In compiled code the compiler chooses what to keep."""
-    has_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or has_hooks(True) is not None:
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # also while a program is traced
         return False
     config = module.config
     choice = getattr(config, "recompute_virtual_tokens", None)
@@ -295,15 +299,16 @@ def keep_window_edge(cache: Cache | None, window: int | None) -> None:
     for layer in getattr(cache, "layers", ()):
         if not getattr(layer, "is_sliding", False):
             continue
-        field = "sliding_window" if hasattr(layer, "sliding_window") else "max_cache_len"  # dynamic or static
+        is_static = not hasattr(layer, "sliding_window")
+        field = "max_cache_len" if is_static else "sliding_window"
         if getattr(layer, field) != window:
             continue
-        # A dynamic layer drops keys from then on, and a static one is allocated anew below.
-        longest = window - 1 if field == "sliding_window" else 0
+        # A static layer is allocated anew below, and a dynamic one drops keys once it has W - 1.
+        longest = 0 if is_static else window - 1
         if layer.get_seq_length() > longest:
             raise ValueError("The filled cache keeps one token too few for this model: pass an empty cache, or none.")
         setattr(layer, field, window + 1)
         if hasattr(layer, "_sliding_window_tensor"):
             layer._sliding_window_tensor.fill_(window + 1)
-        if layer.is_initialized and field == "max_cache_len":  # allocated already, one token too short
+        if is_static and layer.is_initialized:  # allocated already, one token too short
             layer.lazy_initialization(layer.keys[:, :, :0], layer.values[:, :, :0])
