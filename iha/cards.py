@@ -187,19 +187,20 @@ def origin_to_add(directory: Path, license: str | None, base_model: str | None) 
     path = directory / "README.md"
     card = parse_card(read_text(path), path).data if path.is_file() else ModelCardData()
     tagged = "none" if FROM_SCRATCH in (card.get("tags") or []) else None
-    license = _missing(path, "license", card.get("license"), license, "--license")
-    base_model = _missing(path, "base_model", card.get("base_model") or tagged, base_model, "--base-model")
+    license = _to_add(path, "license", card.get("license"), license, "--license")
+    base_model = _to_add(path, "base_model", card.get("base_model") or tagged, base_model, "--base-model")
     known = {} if license is None else {"license": license}
     return Origin(known, from_scratch=True) if base_model == "none" else Origin(known, base_model)
 
 
-def _missing(path: Path, name: str, stated: Any, given: str | None, option: str) -> str | None:
+def _to_add(path: Path, name: str, stated: Any, given: str | None, option: str) -> str | None:
     """Return what is given of an entry that the card at `path` does not state, or `None`. Raise `UserError`."""
-    if stated and given not in (None, stated) and [given] != stated:
+    stated_values = stated if isinstance(stated, list) else [stated]  # a card may name several base models
+    if stated and given is not None and [given] != stated_values:
         raise UserError(f"{path} states {name} {stated!r}, and {option} says {given!r}: correct one of them.")
     if not stated and given is None:
-        none = " (none: trained from scratch)" if name == "base_model" else ""
-        raise UserError(f"The card of {path.parent} does not state its {name}: add it, or give {option}{none}.")
+        hint = " (none: trained from scratch)" if name == "base_model" else ""
+        raise UserError(f"The card of {path.parent} does not state its {name}: add it, or give {option}{hint}.")
     return None if stated else given
 
 
@@ -208,16 +209,17 @@ def with_origin(card: str, origin: Origin) -> str:
 
     A card of `render_card` has the license and the limits of the base model in its text, too.
     """
-    has_limits = origin.from_scratch and LIMITS_OF_BASE in card
-    if not origin.metadata and not has_limits:
+    if not origin.metadata and not origin.from_scratch:
         return card
     edited = parse_card(card)
     for name, value in origin.metadata.items():
         edited.data[name] = value
     license = origin.license.get("license")
     edited.text = edited.text.replace(f"\n{license_text(None)}\n", f"\n{license_text(license)}\n")
-    if has_limits:
-        edited.data["tags"] = [*(edited.data.get("tags") or []), FROM_SCRATCH]
+    tags = edited.data.get("tags") or []
+    if origin.from_scratch and FROM_SCRATCH not in tags:
+        edited.data["tags"] = [*tags, FROM_SCRATCH]
+    if origin.from_scratch:
         edited.text = edited.text.replace(f" {LIMITS_OF_BASE}", "")
     return str(edited)
 

@@ -155,13 +155,12 @@ def load_weights(source: Source) -> dict[str, torch.Tensor]:
     are read. Raise `UserError`.
     """
     files = weight_files(source)
-    with _reporting(f"The weights of {source} cannot be read"):
-        weights = {key: tensor for path in files for key, tensor in load_state_dict(path).items()}
     if not files:
         raise UserError(
             f"{source} holds no weights: expected {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}, or the index of either."
         )
-    return weights
+    with _reporting(f"The weights of {source} cannot be read"):
+        return {key: tensor for path in files for key, tensor in load_state_dict(path).items()}
 
 
 def weight_files(source: Source) -> list[str]:
@@ -172,7 +171,9 @@ def weight_files(source: Source) -> list[str]:
     with _reporting(f"The weights of {source} cannot be read"):
         for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
             if (file := _optional_file(source, name)) is not None:
-                return get_checkpoint_shard_files(source.location, file)[0] if name.endswith(".json") else [file]
+                if not name.endswith(".json"):
+                    return [file]
+                return get_checkpoint_shard_files(source.location, file, revision=source.revision)[0]
     return []
 
 

@@ -20,7 +20,7 @@ from modeling_iha.interleaved_attention import has_virtual_heads
 NAME = "counted_attention"
 
 
-# `recompute_virtual_tokens` keeps the output of operators whose names begin like this one's.
+# `recompute_virtual_tokens` keeps the output of operators with arguments of these names.
 @torch.library.custom_op("flash_attn_counted::forward", mutates_args=())
 def forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pairs: int
@@ -164,11 +164,12 @@ def attend_to_shared_row(
     query, key = query.to(value.dtype), key.to(value.dtype)
     total = query.shape[2] * num_processes
     window = reach(module, sliding_window)["window"]
-    attend_in_piece = attend_by_heads if window is None or window >= total else attend_by_neighbours
-    return attend_in_piece(query, key, value, num_processes, total, window), None
+    if window is None or window >= total:
+        return attend_by_heads(query, key, value, num_processes, total), None
+    return attend_by_neighbours(query, key, value, total, window), None
 
 
-def attend_by_heads(query, key, value, num_processes: int, total: int, window: int | None) -> torch.Tensor:
+def attend_by_heads(query, key, value, num_processes: int, total: int) -> torch.Tensor:
     """Return the output of the own tokens, after attention to the whole row with a share of the heads."""
     heads, groups = query.shape[1], key.shape[1]
     shared = math.lcm(num_processes, groups)  # with fewer key heads than processes, some have the same ones
@@ -185,7 +186,7 @@ def attend_by_heads(query, key, value, num_processes: int, total: int, window: i
     return exchanged(output, query.shape[2], heads, value.shape[3])
 
 
-def attend_by_neighbours(query, key, value, num_processes: int, total: int, window: int) -> torch.Tensor:
+def attend_by_neighbours(query, key, value, total: int, window: int) -> torch.Tensor:
     """Return the output of the own tokens, after the keys and values before them have come from other processes."""
     length = query.shape[2]
     own = torch.cat((key, value), dim=-1)

@@ -42,7 +42,7 @@ class Stage(NamedTuple):
 
 
 class Counter(TorchDispatchMode):
-    """Count the bytes of the tensors that are alive, `now`, and the most that ever were, `peak`.
+    """Count the bytes of the tensors that are alive, `now`, and the most that were since a stage began, `peak`.
 
     PyTorch's MemTracker counts the same to the byte, but module by module, and takes a minute for 30 layers.
     """
@@ -64,7 +64,7 @@ class Counter(TorchDispatchMode):
             self.peak = max(self.peak, self.now)
             weakref.finalize(storage, self._drop, key, size)
 
-    def stage(self) -> "Stage":
+    def stage(self) -> Stage:
         """Return the stage that ends now, and begin the next one."""
         ended = Stage(self.now - self._began, self.peak - self._began)
         self._began = self.peak = self.now

@@ -169,4 +169,6 @@ def row_of_tokens(model: PreTrainedModel, batch: int, tokens: int) -> dict[str, 
 
     Without a mask Transformers would look for documents in the positions, which have no data."""
     ids = torch.zeros(batch, tokens, dtype=torch.long, device=model.device)
-    return {"input_ids": ids} if isinstance(model.config, IHAConfig) else {"input_ids": ids, "attention_mask": ids}
+    if isinstance(model.config, IHAConfig):
+        return {"input_ids": ids}
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

@@ -111,7 +111,7 @@ class RunArguments(ScriptArguments, ModelConfig):
             if isinstance(value, str):
                 setattr(self, name, [value])
         if self.interleaved_layers is not None:
-            setattr(self, "interleaved_layers", _layers(self.interleaved_layers))  # noqa: B010
+            self.interleaved_layers = _layers(self.interleaved_layers)
         for name, word in (("interleaved_window", "paper"), ("sliding_window", "scale")):
             setattr(self, name, _tokens_or(word, name, getattr(self, name)))
 
@@ -257,6 +257,8 @@ def _check_adapters(run: RunArguments) -> None:
         )
     if run.is_quantized and run.preset:
         raise UserError("load_in_4bit, load_in_8bit: for pretrained weights. Give model_name_or_path, and no preset.")
+    if run.use_peft and run.peak_tflops is not None:
+        raise UserError("peak_tflops: the utilization is that of a run that trains all weights; remove the key.")
     fields = RunArguments.__dataclass_fields__
     of_adapters = [name for name in fields if name.startswith(("lora_", "use_rslora", "use_dora"))]
     given = [name for name in of_adapters if getattr(run, name) != fields[name].default]

@@ -90,7 +90,7 @@ def run_config(start: Start, run: RunArguments, args: SFTConfig) -> PreTrainedCo
     if run.sliding_window == "scale":
         changes |= _scaled_windows(start, run)
     elif run.sliding_window is not None:
-        if not _has_sliding_layers(start.config):
+        if not _may_have_sliding_layers(start.config):
             raise UserError(
                 f"sliding_window: {start.name} has no sliding layers, so it has no effect; remove the key."
             )
@@ -134,13 +134,15 @@ def _scaled_windows(start: Start, run: RunArguments) -> dict[str, int]:
         raise UserError("sliding_window: scale lets windows grow with max_position_embeddings: set that key too.")
     longer = run.max_position_embeddings / positions
     text_config = start.config.get_text_config(decoder=True)
-    fields = ["interleaved_window", "sliding_window"] if _has_sliding_layers(start.config) else ["interleaved_window"]
+    fields = (
+        ["interleaved_window", "sliding_window"] if _may_have_sliding_layers(start.config) else ["interleaved_window"]
+    )
     windows = {name: getattr(text_config, name, None) for name in fields}
     return {name: max(2, int(tokens * longer)) for name, tokens in windows.items() if tokens is not None}
 
 
-def _has_sliding_layers(config: PreTrainedConfig) -> bool:
-    """Return whether a model can have sliding layers: the `validate` of an IHA model says whether it has some."""
+def _may_have_sliding_layers(config: PreTrainedConfig) -> bool:
+    """Return whether a model may have sliding layers. Of an IHA model its `validate` decides that later."""
     layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None)
     return isinstance(config, IHAConfig) or layer_types is None or "sliding_attention" in layer_types
 

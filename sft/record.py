@@ -103,7 +103,7 @@ def check_goes_on(record: Record, checkpoint: Path) -> None:
                 "from its final model."
             )
     for section in ("base_model", "data"):
-        if before[section] | {"name": None} != record[section] | {"name": None}:
+        if _without_name(before[section]) != _without_name(record[section]):
             raise UserError(
                 f"{checkpoint} belongs to a run with another {section}, {before[section]['name']}: choose another "
                 "output_dir, or give this run what it began with."
@@ -119,6 +119,10 @@ def check_goes_on(record: Record, checkpoint: Path) -> None:
         print(f"Note: this run began with {before['processes']} processes and continues with {record['processes']}.")
     for name, (then, now) in changes.items():
         print(f"Note: this run began with {name} {then} and continues with {now}.", flush=True)
+
+
+def _without_name(section: Section) -> Section:
+    return {key: value for key, value in section.items() if key != "name"}
 
 
 def changed_keys(before: Record, record: Record) -> dict[str, tuple[Any, Any]]:

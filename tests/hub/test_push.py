@@ -316,6 +316,10 @@ def test_a_missing_card_is_rendered_and_an_incomplete_one_completed(directory, h
         push("--base-model", "none")
         card = hub.head("me/iha")["README.md"].decode()
         assert "- trained-from-scratch\n" in card and "limits of the base model" not in card
+    # A card that somebody else wrote gets the tag too.
+    (directory / "README.md").write_text("---\nlicense: mit\n---\nMy model.\n")
+    push("--base-model", "none")
+    assert "- trained-from-scratch\n" in hub.head("me/iha")["README.md"].decode()
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,7 @@ def test_a_run_does_not_go_on_with_another_scale(tmp_path):
         ("interleaved", {"interleaved_window": 8, "num_pseudo_heads": 2}, "interleaved keeps what it was made with"),
         ("qwen2", {"sliding_window": 8}, "sliding_window: .*qwen2 has no sliding layers"),
         ("plain", {"peak_tflops": 1, "max_length": "null"}, "peak_tflops needs max_length"),
+        ("plain", {"peak_tflops": 1, "use_peft": "true"}, "peak_tflops: the utilization is that of a run that trains"),
     ],
 )
 def test_what_a_recipe_cannot_interleave_is_refused(model, keys, named, tmp_path, monkeypatch):

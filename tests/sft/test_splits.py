@@ -143,6 +143,13 @@ def test_a_missing_configuration_or_split_is_refused_before_the_model_is_loaded(
     assert "\n" not in str(refused.value)
 
 
+def test_rows_to_train_on_are_known_by_another_path(tmp_path, tiny, rows_file):
+    other = Path(rows_file).parent / ".." / Path(rows_file).parent.name / Path(rows_file).name
+    words = sizes(tiny, rows_file, tmp_path / "run", eval_size=0, eval_dataset_name=other)
+    with pytest.raises(UserError, match="the run would train and evaluate on the same rows of"):
+        train.main(["--config", recipe("demo"), *words])
+
+
 def test_a_file_whose_name_is_a_pattern_is_read_itself(tmp_path):
     for name in ("rows1.jsonl", "rows[1].jsonl"):
         write_jsonl(tmp_path / name, [{"text": name}])
