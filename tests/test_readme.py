@@ -441,7 +441,7 @@ TINY_SCRATCH = {
         "--max_steps 2 --eval_steps 2 --save_steps 2 --warmup_steps 1 --use_cpu true --bf16 false --max_length 64 "
         "--preset_fields num_hidden_layers=5 hidden_size=32 intermediate_size=64 num_attention_heads=8"
     ),
-    "iha push": ["--dry-run"],
+    "iha push": [],
 }
 
 
