@@ -102,7 +102,8 @@ def test_the_table_of_long_rows_is_what_cost_predicts(tokens, columns):
     assert told[4] == pytest.approx(3 * exchanged_bytes(columns[0], tokens, GPUS) / 1e9, abs=0.05)
 
 
-@pytest.mark.parametrize("bits", [slow(32), slow(16), 4])
+@pytest.mark.slow  # test_cost.py compares adapters with models
+@pytest.mark.parametrize("bits", [32, 16, 4])
 def test_the_table_of_adapters_is_what_cost_predicts(bits, columns):
     first = 2 * [32, 16, 4].index(bits)
     told = [float(cell) for cell in table_rows()[f"{TOKENS:,}"][first : first + 2]]

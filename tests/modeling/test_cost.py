@@ -213,7 +213,7 @@ def test_flop_matched_window(count, schedule):
     assert (4 * of_window + whole) / (5 * whole) == pytest.approx(schedule, rel=0.04)
 
 
-@pytest.mark.parametrize("source", ["preset", "config"])
+@pytest.mark.parametrize("source", [slow("preset"), "config"])
 def test_command(monkeypatch, capsys, tmp_path, source):
     types = ["sliding_attention", "full_attention"]
     few = {"num_hidden_layers": 2, "attention_kinds": ["iha", "mha"], "layer_types": types}
