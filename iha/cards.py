@@ -181,8 +181,9 @@ def license_text(license: str | None) -> str:
 def origin_to_add(directory: Path, license: str | None, base_model: str | None) -> Origin:
     """Return what a user gave of the origin of a checkpoint and its card lacks, to be added before it is published.
 
-    A `base_model` of "none" says that there is none, as the tag of a card from scratch does. Raise `UserError` if
-    neither the card nor the user names the license or the base model, and if the two name different ones.
+    `None` stands for what the card states already. A `base_model` of "none" says that there is none, as the tag of a
+    card from scratch does. Raise `UserError` if neither the card nor the user names the license or the base model, and
+    if the two name different ones.
     """
     path = directory / "README.md"
     card = parse_card(read_text(path), path).data if path.is_file() else ModelCardData()

@@ -44,7 +44,8 @@ def cost(asked: CostArguments) -> None:
     plain = [Compared(title, each, cost_of_model(each, asked.tokens)) for title, each in compared_with(config).items()]
     print_table(parts, plain, asked)
 
-    steps = [this, *plain[-1:]]  # the models whose training steps are compared
+    # The models whose training steps are compared: `compared_with` has the one to compare with last, or none at all.
+    steps = [this, *plain[-1:]]
     peaks: dict[str, Peaks] = {}
     if asked.count_memory:
         print(f"{heading_of_memory(asked)}:")

@@ -178,6 +178,8 @@ class LayerCounter(FlopCounterMode):
         attention = [sum(self.flops[module] for module in attention_of(layer)) // 2 for layer in self.layers]
         return Counts(layers, attention, self.get_total_flops() // 2 - sum(layers))
 
+    # The first takes the total away and the second adds it, so what was counted between them remains.
+
     def begin(self, module: nn.Module) -> None:
         self.flops[module] -= self.get_total_flops()
 

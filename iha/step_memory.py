@@ -223,7 +223,8 @@ class Recorder:
             return
         self.forward.append(self.counter.stage())
         torch.clear_autocast_cache()
-        self.copies.append(-self.counter.stage().change)
+        freed = -self.counter.stage().change  # what autocast has copied since the last border
+        self.copies.append(freed)
         self.hooks.append(states.register_hook(lambda gradient: self.backward.append(self.counter.stage())))
 
     def remove(self) -> None:
@@ -299,7 +300,8 @@ def model_to_train(config: PreTrainedConfig, way: Way, dtype: torch.dtype) -> tu
     if way.share_rows > 1:
         check_can_share_rows(model)
     kept = keep_one_of_each(model)
-    # The lowest layer of a model with adapters keeps its input to the end of a step, so a further one takes its place.
+    # A copy of the first layer comes before the others and does not count, because with adapters the lowest layer of a
+    # model keeps its input to the end of a step.
     choose_layers(model, [0, *range(len(kept.layers))])
     if way.lora_r is not None:
         add_adapters(model, kept.layers, way.lora_r, way.bits)
@@ -370,14 +372,15 @@ def of_sharded_training(config: PreTrainedConfig, batch: int, tokens: int, way: 
     and head stay gathered. Raise `UserError`.
     """
     step = step_of(config, batch, tokens, way, torch.bfloat16)
-    trained, tensors, _ = whole_sizes(step)  # in bfloat16
-    weights = 2 * trained // gpus + tensors - trained
+    trained, tensors, _ = whole_sizes(step)  # in bfloat16, and twice as much in float32
     gradients = 2 * trained // gpus
-    optimizer = 4 * trained // gpus
+    weights = gradients + tensors - trained
+    optimizer = 2 * gradients  # two states of AdamW
     largest = max(layer.sizes.trained for layer in step.layers)
     backward = []
     for layer in reversed(step.layers):
-        share = 2 * layer.sizes.trained // gpus  # of the gradients, in float32
+        # In place of the layer's whole gradients in bfloat16 a GPU keeps its share of them in float32.
+        share = 2 * layer.sizes.trained // gpus
         backward.append(Stage(layer.backward.change - layer.sizes.trained + share, layer.backward.peak + largest))
     peak = highest([*forward_of(step), step.head_backward, *backward, step.end])
     gathered = step.sizes.trained + 3 * largest

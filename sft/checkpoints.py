@@ -93,8 +93,10 @@ class WholeCheckpoints(TrainerCallback):
             state.logging_steps = 1  # else a short run would end without a curve
         if isinstance(lr_scheduler, ReduceLROnPlateau):
             return  # It counts evaluations, and there may have been none.
-        # Transformers silently ignores the files of a launch that shards in another way.
-        if state.global_step and lr_scheduler.last_epoch == 0:
+        # Transformers silently ignores the files of a launch that shards in another way, and the schedule begins anew.
+        is_resumed = state.global_step > 0
+        has_loaded = lr_scheduler.last_epoch > 0
+        if is_resumed and not has_loaded:
             raise UserError(
                 f"{PREFIX_CHECKPOINT_DIR}-{state.global_step} holds no optimizer for this launch: resume with the "
                 "accelerate config that began it."

@@ -116,8 +116,8 @@ class SFTRecipeTrainer(SFTTrainer):
 
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *others):
         begun = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *others)
-        # Trainer asks whether to stop only after a step, callbacks or not, and a run that ended inside an epoch would
-        # take one more.
+        # Trainer asks only after a step whether to stop. A run that resumes at its last step would take one more, so
+        # it begins behind its last epoch.
         return (num_train_epochs, 0) if self.state.global_step >= max_steps else begun
 
     # Rows

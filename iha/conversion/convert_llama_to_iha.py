@@ -88,7 +88,8 @@ def attention_at_start(
     `of_mha` are those of multi-head attention, and the ones that keep their values are left out."""
     companion = companion_of(kind)
     new = {} if companion.start is None else companion.start(config, generator)
-    # Weights that mix heads have two buffers too (`Mixing`). The caller leaves out the buffers of all other weights.
+    # Weights that mix heads have two buffers too, with which the weight is the value (`Mixing`): a start of 0 and a
+    # scale of 1. `convert_model` leaves out the buffers of all other weights, which the model lacks.
     starts = {f"{name}_start": torch.zeros_like(value) for name, value in new.items()}
     scales = {f"{name}_scale": torch.ones(()) for name in new}
     changed = companion.from_mha(config, of_mha)
@@ -130,7 +131,7 @@ def convert_model(
         state |= {prefix + name: torch.zeros(config.hidden_size, dtype=source_model.dtype) for name in lacks}
         of_mha = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         for name, value in attention_at_start(config, kind, of_mha, generator).items():
-            if prefix + name in known:
+            if prefix + name in known:  # not a buffer of a weight that mixes no heads
                 state[prefix + name] = value.to(source_model.dtype)
     model = build(IHAForCausalLM, config, state, source_model.dtype, source_model.generation_config)
     scale_mixing(model, mixing_scale)

@@ -18,7 +18,7 @@ from .checkpoint_checks import READ_BY_LOADS, check_checkpoint, checkpoint_files
 
 
 # A load of the repository would find these next to the published files or in their place. In these patterns "*" also
-# stands for "/", so none of them begins like a folder that somebody may have, such as model-4bit.
+# matches "/", so they are narrow: "model*" would also delete the files of a folder "model-4bit".
 SUPERSEDED = [
     *READ_BY_LOADS,
     "adapter_config.json",
