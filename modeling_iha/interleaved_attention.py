@@ -178,7 +178,7 @@ def mask_of_plain_module(mask: Any, module: nn.Module, num_tokens: int) -> Any:
 def mask_of_cached_keys(mask: Any, config: PreTrainedConfig, num_tokens: int, num_keys: int) -> Any:
     """Return the part of a mask for the cached keys, of a layer with a window that the base lacks (`keep_windows`).
 
-    The layer caches as many keys as the window has, and returns them before the N new ones.
+    The layer has the size W + 1, of which it keeps W keys, and returns them before the N new ones.
 
     Raise a RuntimeError if keys of the window are missing, as the base does by the shape of its mask: a crop of the
     cache may have taken them."""
@@ -268,7 +268,8 @@ def arguments_for_layers(
 ) -> dict[str, Any]:
     """Return the keyword arguments that tell all layers what a call declares, without dense masks if they can.
 
-    Packed documents are kept apart, or raise a ValueError. (`prepare_call` gives the cache of a base with windows.)
+    Packed documents are kept apart, or raise a ValueError. A base with windows is in the last column unless the call
+    has use_cache=False, because `prepare_call` makes its cache.
 
         `how_decoder_separates`    no cache      the base makes one    one is given
         "bounds"                   kept apart    kept apart            ValueError

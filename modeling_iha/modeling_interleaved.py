@@ -205,7 +205,7 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return the text decoder: the smallest model of Transformers that holds all interleaved attention."""
     attention = set(interleaved_attention(model).values())
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    return [each for each in models if attention <= set(each.modules())][-1]
+    return [each for each in models if attention <= set(each.modules())][-1]  # parts come after what holds them
 
 
 def interleaved_attention(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -287,8 +287,8 @@ def remove_heads(model: PreTrainedModel) -> None:
 def use_virtual_core(model: PreTrainedModel) -> None:
     """Let the decoder attend over virtual tokens, on the attention function that its configuration names.
 
-    `sdpa_in_blocks` computes "sdpa" if the decoder hands it windows, because it gets no dense mask that has them. A
-    decoder that supports FlashAttention does, unless `interleave_heads` has found that it does not (`passes_windows`).
+    `sdpa_in_blocks` computes "sdpa" if the decoder hands its windows to attention functions, because flat masks do not
+    hold them. Decoders that support FlashAttention do so, unless `interleave_heads` has found otherwise.
     Configurations have no public setter for a part of a model: this sets the field of Transformers."""
     config = decoder_config(model)
     core = implementation_of_user(config._attn_implementation)

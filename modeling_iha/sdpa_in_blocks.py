@@ -55,7 +55,7 @@ class Call(NamedTuple):
     tokens: int  # N
     padding: torch.Tensor | None = None  # [rows, cached + N], 0 for padding; longer next to a cache
     dense: torch.Tensor | None = None  # a user's mask [rows or 1, heads or 1, N, cached + N], in place of all these
-    positions: torch.Tensor | None = None  # [rows or 1, N] of a call whose documents would be kept apart
+    positions: torch.Tensor | None = None  # [rows or 1, N], only where documents would be kept apart
     # Where the documents of all rows begin, and the end, int32 [documents + 1]. Runs of padding are documents too.
     documents: torch.Tensor | None = None
     longest: int | None = None  # tokens of the longest document, unless the caller has given the documents
@@ -165,7 +165,7 @@ def read_rows(call: Call, backend: Backend, position_ids: torch.Tensor | None, c
     if position_ids is None and (call.padding is None or backend.separates_documents_by != "bounds"):
         return call
     if has_unknown_values(call.padding if position_ids is None else position_ids):
-        if call.padding is None and not position_ids.is_meta:  # without padding there are positions, as above
+        if call.padding is None and not position_ids.is_meta:  # with neither, this function has returned above
             raise ValueError(UNKNOWN_DOCUMENTS)
         return call
     past = 0 if cache is None else int(cache.get_seq_length())

@@ -102,7 +102,7 @@ def virtual_mask(core: str, *, mask_function: Callable, attention_mask=None, **k
     num_pseudo_heads = kwargs["config"].num_pseudo_heads
     if num_pseudo_heads > 1 and not getattr(kwargs["config"], "is_causal", True):
         raise ValueError("is_causal=False: interleaved heads are causal. Leave it out, or use the plain model.")
-    # This asks in tokens: one new token, which has P queries, gets a dense mask of P rows, and is no prompt.
+    # Lengths are in tokens here. In virtual tokens one new token would be P queries, and look like a prompt.
     if takes_flat_mask(core, **kwargs):
         make_mask = padding_mask if core == SDPA_IN_BLOCKS else ALL_MASK_ATTENTION_FUNCTIONS[core]
         return make_mask(attention_mask=attention_mask, **kwargs)
