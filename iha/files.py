@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -61,9 +61,21 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
 def _beside(path: Path) -> Iterator[Path]:
     """Yield a path of the same name in a temporary directory next to `path`, from which a move is one step."""
     prefix = f"{path.name}.unfinished-"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with signals_as_interrupts(), TemporaryDirectory(prefix=prefix, dir=path.parent) as directory:
+    with signals_as_interrupts(), _made(path.parent), TemporaryDirectory(prefix=prefix, dir=path.parent) as directory:
         yield Path(directory, path.name)
+
+
+@contextmanager
+def _made(directory: Path) -> Iterator[None]:
+    """Make a directory and its parents where they are missing, and in the end remove those of them that are empty."""
+    missing = [each for each in (directory, *directory.parents) if not each.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        for each in missing:
+            with suppress(OSError):  # it is not empty
+                each.rmdir()
 
 
 def check_new_directory(dst: str | os.PathLike) -> None:
@@ -100,24 +112,24 @@ def _check_takes_files(path: Path) -> None:
 
 @contextmanager
 def sole_writer(directory: str | os.PathLike) -> Iterator[None]:
-    """Lock `directory`, which is made if it is missing.
+    """Lock `directory`, which is made if it is missing, and is then removed in the end if it is empty.
 
     The system drops the lock when the process ends, however it ends. Raise `UserError` when another run holds it.
     """
     directory = _absolute(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    # Try for a moment, because a run that ends may remove the file that this one has just opened.
-    lock = FileLock(directory / ".lock", timeout=0.2, poll_interval=0.02, fallback_to_soft=False)
-    try:
-        lock.acquire()
-    except Timeout:
-        wrong = f"Another run is writing {directory}"
-        raise UserError(f"{wrong}: wait for it, or choose another output path.") from None
-    try:
-        yield
-    finally:
-        Path(lock.lock_file).unlink(missing_ok=True)
-        lock.release()
+    with _made(directory):
+        # Try for a moment, because a run that ends may remove the file that this one has just opened.
+        lock = FileLock(directory / ".lock", timeout=0.2, poll_interval=0.02, fallback_to_soft=False)
+        try:
+            lock.acquire()
+        except Timeout:
+            wrong = f"Another run is writing {directory}"
+            raise UserError(f"{wrong}: wait for it, or choose another output path.") from None
+        try:
+            yield
+        finally:
+            Path(lock.lock_file).unlink(missing_ok=True)
+            lock.release()
 
 
 @contextmanager

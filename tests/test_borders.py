@@ -187,6 +187,15 @@ def test_a_bad_destination_is_found_before_the_work(tmp_path, monkeypatch):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_failure_leaves_no_directory_that_it_made(tmp_path):
+    (tmp_path / "mine").mkdir()
+    for place in ("new/deep/out", "mine/out", "mine"):
+        for writer in (new_directory, sole_writer):
+            with pytest.raises(ZeroDivisionError), writer(tmp_path / place):
+                1 / 0
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
+
+
 def test_an_empty_directory_is_taken_and_stays_private(tmp_path):
     (tmp_path / "out").mkdir(mode=0o700)
     with new_directory(tmp_path / "out") as directory:
@@ -206,7 +215,7 @@ def test_a_second_run_overwrites_nothing(tmp_path):
     with sole_writer(tmp_path / "run"):
         with pytest.raises(UserError, match="Another run is writing"), sole_writer(tmp_path / "run"):
             pass
-    assert not list((tmp_path / "run").iterdir())
+    assert not (tmp_path / "run").exists()
 
 
 def write_slowly(destination, ready):
