@@ -213,12 +213,17 @@ def test_h_is_short_for_help(command, capsys):
             "Error: nosuch is not a directory, and the Hub does",
         ),
         (["convert", "nosuch", "out"], "Error: kind 'iha' needs a number of pseudo-heads"),
+        (["convert", "nosuch", "out", "--kind", "paired_heads"], "Error: kind='paired_heads' has no exact start from"),
+        (["verify", "nosuch", "out", "--tokens", "1"], "Error: tokens=1: expected more than max_new_tokens=64"),
+        (["push", "nosuch", "me/iha"], "Error: nosuch is not a saved model: expected a directory"),
         (
             ["push", "model", "me/iha"],
             "Error: The card of model does not state its license: add it, or give --license.",
         ),
+        (["push", ".", "/me/iha", "--dry-run"], "Error: '/me/iha' is not a valid repository name"),
         (["pull", "me/iha", "model"], "exists and is not an empty directory"),
         (["cost", "--preset", "nosuch", "--tokens", "2"], "Error: --preset nosuch: expected one of"),
+        (["cost", "--config", "tiny", "--tokens", "2"], "Error: --config tiny: this is the name of a preset: give it"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )
