@@ -135,7 +135,7 @@ def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: 
         return LayerMasks(mask, make_mask_of_tokens(**arguments)) if has_other_modules(config) else mask
     if mask is None or not has_two_masks(config):  # some cores make no mask
         return mask
-    # That of the others is over virtual tokens too: `mask_of_plain_module` takes it back to tokens.
+    # Both are over virtual tokens: `mask_of_plain_module` takes the mask of the others back to tokens.
     return torch.cat((virtual_mask(core, **arguments), mask), dim=1)
 
 

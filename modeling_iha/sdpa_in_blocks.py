@@ -127,7 +127,7 @@ def read_call(
         check_dense_mask(backend.core, attention_mask, length, cache, window)
         is_mask = attention_mask.dtype == torch.bool or attention_mask.is_floating_point()
         return Call(rows, length, dense=attention_mask if is_mask else attention_mask.bool())
-    # Whether packed documents of this call would be kept apart. If not, `read_rows` rejects them.
+    # This says whether packed documents would be kept apart. If they would not, `read_rows` rejects them.
     are_separated = attention_mask is None and cache is None
     if makes_cache and backend.separates_documents_by == "masks":  # which are made without a cache alone
         are_separated = False
@@ -443,8 +443,6 @@ def attend_to_document(module, query, key, value, window: int | None, **options)
     states = (first.contiguous(), key[:, :, :window], value[:, :, :window])  # behind a view autograd would keep all
     begin, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, *states, None, **options)
     block = block_size(query, window)
-    if not torch.compiler.is_compiling():  # a graph with such a block would be for this length alone
-        block = min(block, length - window)
     queries = torch.arange(block, device=query.device)[:, None] + window
     keys = torch.arange(window + block, device=query.device)
     mask = (queries - window < keys) & (keys <= queries)
@@ -479,8 +477,13 @@ def is_cpu_inference(states: torch.Tensor) -> bool:
 
 
 def block_size(states: torch.Tensor, window: int) -> int:
-    """Return the number of queries in a block. Smaller blocks compute fewer masked pairs, but gradients copy keys."""
-    return LEAST_BLOCK if is_cpu_inference(states) else max(LEAST_BLOCK, window // 4)
+    """Return the number of queries in a block. Smaller blocks compute fewer masked pairs, but gradients copy keys.
+
+    `states` are those of a document that is longer than the window."""
+    block = LEAST_BLOCK if is_cpu_inference(states) else max(LEAST_BLOCK, window // 4)
+    if torch.compiler.is_compiling():
+        return block  # a block as short as a short document would make a graph for this length alone
+    return min(block, states.shape[2] - window)
 
 
 def join_rows(states: torch.Tensor) -> torch.Tensor:

@@ -134,15 +134,15 @@ def _scaled_windows(start: Start, run: RunArguments) -> dict[str, int]:
         raise UserError("sliding_window: scale lets windows grow with max_position_embeddings: set that key too.")
     longer = run.max_position_embeddings / positions
     text_config = start.config.get_text_config(decoder=True)
-    fields = (
-        ["interleaved_window", "sliding_window"] if _may_have_sliding_layers(start.config) else ["interleaved_window"]
-    )
+    fields = ["interleaved_window"]
+    if _may_have_sliding_layers(start.config):
+        fields.append("sliding_window")
     windows = {name: getattr(text_config, name, None) for name in fields}
     return {name: max(2, int(tokens * longer)) for name, tokens in windows.items() if tokens is not None}
 
 
 def _may_have_sliding_layers(config: PreTrainedConfig) -> bool:
-    """Return whether a model may have sliding layers. Of an IHA model its `validate` decides that later."""
+    """Return whether a model may have sliding layers. The `validate` of an IHA model decides later if it has some."""
     layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None)
     return isinstance(config, IHAConfig) or layer_types is None or "sliding_attention" in layer_types
 

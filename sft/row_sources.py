@@ -79,19 +79,17 @@ def _held_out(parts: list[RowSource], run: RunArguments, args: SFTConfig) -> Row
         held_out = RowSource(run.dataset_name, run.dataset_test_split or "test", run.dataset_config)
     else:
         return None
-    # Another way to write a path names the same file.
-    if held_out in parts or Path(held_out.name).resolve() in [Path(part.name).resolve() for part in files_of(parts)]:
+    # A file has one split, and may be named by another path.
+    is_same_file = names_file(held_out.name) and any(
+        Path(part.name).resolve() == Path(held_out.name).resolve() for part in parts
+    )
+    if is_same_file or held_out in parts:
         raise UserError(
             f"the run would train and evaluate on the same rows of {held_out.name}: name other rows, or set eval_size."
         )
     check_file(held_out.name, held_out.split)
     _check_not_cut(held_out.name, args, args.packing if args.eval_packing is None else args.eval_packing)
     return held_out
-
-
-def files_of(parts: list[RowSource]) -> list[RowSource]:
-    """Return the sources that are files, which have one split."""
-    return [part for part in parts if Path(part.name).is_file()]
 
 
 def _check_evaluation(run: RunArguments, args: SFTConfig) -> None:

@@ -131,7 +131,7 @@ def convert_model(
         state |= {prefix + name: torch.zeros(config.hidden_size, dtype=source_model.dtype) for name in lacks}
         of_mha = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         for name, value in attention_at_start(config, kind, of_mha, generator).items():
-            if prefix + name in known:  # not a buffer of a weight that mixes no heads
+            if prefix + name in known:  # the model has these buffers for weights that mix heads
                 state[prefix + name] = value.to(source_model.dtype)
     model = build(IHAForCausalLM, config, state, source_model.dtype, source_model.generation_config)
     scale_mixing(model, mixing_scale)
