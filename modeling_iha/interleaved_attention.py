@@ -282,11 +282,6 @@ def arguments_for_layers(
         positions = positions[0] if len(positions) == 4 else None
     separates_documents_by = how_decoder_separates(config, positions, bounds)
     backend = Backend.of_model(core_of(config), decoder.dtype, tokens.device, separates_documents_by)
-    if bounds is not None and positions is None and separates_documents_by == "masks":
-        raise ValueError(
-            f"attn_implementation={backend.core!r} tells documents by position_ids alone: next to cu_seq_lens_q pass "
-            "position_ids that restart where documents begin."
-        )
     fields = ("interleaved_window", "sliding_window", "attention_chunk_size")
     window = min(getattr(config, field, None) or math.inf for field in fields)
     call = read_call(backend, tokens, mask, positions, cache, bounds, window, base_makes_cache)

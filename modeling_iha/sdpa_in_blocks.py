@@ -137,12 +137,28 @@ def read_call(
     if bounds is not None:
         if not are_separated:
             raise ValueError(JOINED_DOCUMENTS)
+        if backend.separates_documents_by == "masks":
+            check_that_positions_restart(call, backend, bounds)
         return call._replace(documents=bounds, sizes=sizes_for(backend, bounds))
     if length == 1:
         return call
     if not are_separated:
         return read_rows(call, backend, position_ids, cache)
     return find_documents(call, backend, makes_cache) if backend.separates_documents_by == "bounds" else call
+
+
+def check_that_positions_restart(call: Call, backend: Backend, bounds: torch.Tensor) -> None:
+    """Raise a ValueError if positions, of which masks are made, do not restart where documents begin."""
+    if call.positions is not None and has_unknown_values(call.positions):
+        return
+    if call.positions is not None:
+        begins = pad(call.positions.expand(call.rows, -1).diff(dim=-1) != 1, (1, 0), value=True).flatten()
+        if begins[bounds[bounds < len(begins)]].all():
+            return
+    raise ValueError(
+        f"attn_implementation={backend.core!r} tells documents by position_ids alone: next to cu_seq_lens_q pass "
+        "position_ids that restart where documents begin."
+    )
 
 
 def find_documents(call: Call, backend: Backend, makes_cache: bool) -> Call:

@@ -79,8 +79,9 @@ def test_packed_rows_with_the_library_s_own_defaults(core, name, cpu_cores):
             return
         with pytest.raises(ValueError, match="Packed documents would attend to one another"):
             model(ids, position_ids=POSITIONS)
-        with pytest.raises(ValueError, match="tells documents by position_ids alone"):
-            model(ids, use_cache=False, **LENGTHS)
+        for positions in (None, torch.arange(LENGTH)[None]):
+            with pytest.raises(ValueError, match="tells documents by position_ids alone"):
+                model(ids, position_ids=positions, use_cache=False, **LENGTHS)
 
 
 # Waits
