@@ -14,7 +14,7 @@ from iha.checkpoints import load_config
 from iha.cost import seconds
 from iha.counted_config import of_checkpoint
 from iha.errors import ROOT
-from iha.model_cost import cost_of_model, exchanged_bytes
+from iha.model_cost import cost_of_model
 from iha.sources import find_source
 from iha.step_memory import Way, of_sharded_training, of_training
 from sft import train
@@ -22,7 +22,7 @@ from sft import train
 
 PAGE = (ROOT / "docs" / "FINE_TUNE.md").read_text(encoding="utf-8")
 TOKENS, WINDOW, GPUS, TFLOPS = 65_536, 8_192, 8, 400
-SAVING = Way(checkpointing=True, tiled_loss=True)  # as the recipes train
+SAVING = Way(checkpointing=True, tiled_loss=True)
 QWEN3_8B = {
     **{"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32},
     **{"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960},
@@ -84,9 +84,10 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.parametrize("column", [0, slow(1), slow(2)])
 def test_the_memory_is_what_cost_predicts(column, columns):
     rows, config = table_rows(), columns[column]
+    way = SAVING._replace(offload=True)  # as the recipe trains
     peaks = {
-        "GB on each of 8 GPUs (FSDP2)": of_sharded_training(config, 1, TOKENS, SAVING, GPUS).peak / 1e9,
-        "GB on one GPU, all weights trained": of_training(config, 1, TOKENS, SAVING).peak / 1e9,
+        "GB on each of 8 GPUs (FSDP2)": of_sharded_training(config, 1, TOKENS, way, GPUS).peak / 1e9,
+        "GB on one GPU, all weights trained": of_training(config, 1, TOKENS, way).peak / 1e9,
     }
     for name, peak in peaks.items():
         assert float(rows[name][column]) == pytest.approx(peak, abs=0.5), name
@@ -98,8 +99,7 @@ def test_the_table_of_long_rows_is_what_cost_predicts(tokens, columns):
     told = [float(cell) for cell in table_rows()[f"P = 2, {tokens:,}"]]
     ways = [SAVING._replace(offload=each, share_rows=share) for share in (1, GPUS) for each in (False, True)]
     peaks = [of_sharded_training(columns[0], 1, tokens, way, GPUS).peak / 1e9 for way in ways]
-    assert told[:4] == pytest.approx(peaks, abs=0.51)
-    assert told[4] == pytest.approx(3 * exchanged_bytes(columns[0], tokens, GPUS) / 1e9, abs=0.05)
+    assert told == pytest.approx(peaks, abs=0.51)
 
 
 @pytest.mark.slow  # test_cost.py compares adapters with models
