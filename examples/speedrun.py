@@ -29,12 +29,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median, stdev
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a launcher by path does not find the checkout
+
+import trl
 
 from evaluation.options import PACKAGES
 from iha import plots
@@ -56,6 +58,10 @@ FORMS = {
     "paired-heads": "paired heads (P = 4) in shorter windows, and over all tokens in each fifth layer",
     "iha": "the paper's schedule: interleaved heads in windows, and ordinary attention in each fifth layer",
 }
+
+
+# With the tokens of Llama 3, and marks around what a model learns.
+LLAMA3_TEMPLATE = str(Path(trl.__file__).parent / "chat_templates" / "llama3_training.jinja")
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ class Size:
     characters: int = 4_000_000  # of the text of --text that are read
     text: str | None = None  # on the Hub; by default the text is that of --text
     chats: str | None = None  # on the Hub; by default sums and needles
-    renamed: tuple[str, ...] = ()  # tokens of the tokenizer that become those of chats
+    chat_tokens: dict[str, str] = field(default_factory=dict)  # of a tokenizer without those of the recipe
     rope_theta: float = 160_000.0  # of the longer rows
     needles: tuple[int, ...] = (2, 8, 24)  # statements of a haystack: how far back an answer lies
     ruler: tuple[int, ...] = ()  # lengths of RULER's prompts in tokens
@@ -151,7 +157,7 @@ SIZES = {
         tokenizer="meta-llama/Llama-3.1-8B",
         vocabulary=128_256,
         characters=10_000_000,
-        renamed=("<|reserved_special_token_0|>=<|im_start|>", "<|reserved_special_token_1|>=<|im_end|>"),
+        chat_tokens={"chat_template_path": LLAMA3_TEMPLATE, "eos_token": "<|eot_id|>"},
         rope_theta=8e6,
         text="HuggingFaceFW/fineweb-edu",
         chats="open-thoughts/OpenThoughts-114k",
@@ -261,9 +267,6 @@ class Run:
             commands.append(
                 command(tokenizer, "sft.make_tokenizer", text, tokenizer, **{"vocab-size": self.size.vocabulary})
             )
-        elif self.size.renamed:
-            renamed = {"from": self.size.tokenizer, "rename": self.size.renamed}
-            commands.append(command(tokenizer, "sft.make_tokenizer", tokenizer, **renamed))
         return commands
 
     # The forms
@@ -297,11 +300,10 @@ class Run:
         size = self.size
         out = self.out / f"{form}-{seed}"
         pretrained, longer, chatting = (out / name / "final" for name in size.stages)
-        made = size.tokenizer is None or size.renamed
         start = {
             "preset": f"{size.preset}-{form}",
             "preset_fields": size.changes(form),
-            "tokenizer": self.data / "tokenizer" if made else size.tokenizer,
+            "tokenizer": size.tokenizer or self.data / "tokenizer",
         }
         if size.text:
             texts = {"dataset_name": size.text, "dataset_config": "sample-10BT", "eval_size": 200}
@@ -309,6 +311,7 @@ class Run:
             texts = {"dataset_name": self.data / "train.jsonl", "eval_dataset_name": self.data / "held.jsonl"}
         texts |= {"dataset_streaming": bool(size.text), "seed": seed}
         chats = {"dataset_name": size.chats or self.data / "chats.yaml", "eval_size": 0.05, "seed": seed}
+        chats |= size.chat_tokens
         context = {"max_position_embeddings": size.long.tokens, "rope_theta": size.rope_theta}
         if form != "global":
             context["sliding_window"] = "scale"

@@ -4,27 +4,19 @@ examples:
   python -m sft.make_tokenizer train.txt outputs/tokenizer --vocab-size 1024
   python -m sft.make_tokenizer HuggingFaceFW/fineweb-edu outputs/tokenizer --dataset_config sample-10BT \\
       --max-bytes 1000000000 --vocab-size 49152
-  python -m sft.make_tokenizer --from meta-llama/Llama-3.1-8B outputs/tokenizer \\
-      --rename '<|reserved_special_token_0|>=<|im_start|>' '<|reserved_special_token_1|>=<|im_end|>'
 """
 
 import argparse
 import io
-import json
 import os
-import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from iha.checkpoints import load_tokenizer
 from iha.errors import UserError, run_cli
 from iha.files import check_new_directory, expanded, new_directory
-from iha.sources import find_source
 
 
 # The special tokens of sft/chat_templates: the first one pads, and the last one ends a text.
@@ -74,57 +66,16 @@ def limited(lines: Iterable[str], max_bytes: int | None) -> Iterator[str]:
             return
 
 
-def renamed(source: str, names: Sequence[tuple[str, str]]) -> PreTrainedTokenizerBase:
-    """Return a tokenizer with other names of special tokens, which keep their ids.
-
-    Raise `UserError` for a token that it does not have, and for a name that it has already.
-    """
-    tokenizer = load_tokenizer(find_source(source), sys.maxsize)
-    known = tokenizer.get_vocab()
-    added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
-    for old, new in names:
-        if old not in added or new in known:
-            raise UserError(f"--rename {old}={new}: {source} needs a special token {old} and no token {new}.")
-    with tempfile.TemporaryDirectory() as directory:
-        tokenizer.save_pretrained(directory)
-        for file in Path(directory).glob("*.json"):
-            text = file.read_text(encoding="utf-8")
-            for old, new in names:
-                for is_ascii in (True, False):
-                    text = text.replace(*(json.dumps(name, ensure_ascii=is_ascii) for name in (old, new)))
-            file.write_text(text, encoding="utf-8")
-        tokenizer = load_tokenizer(find_source(directory), sys.maxsize)
-    if any(tokenizer.convert_tokens_to_ids(new) != known[old] for old, new in names):
-        raise UserError(f"--rename: the class of the tokenizer of {source} names its tokens itself.")
-    return tokenizer
-
-
-def pair(text: str) -> tuple[str, str]:
-    old, equals, new = text.partition("=")
-    if not (old and equals and new):
-        raise argparse.ArgumentTypeError(f"expected OLD=NEW, got {text!r}")
-    return old, new
-
-
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("text", nargs="?", type=os.path.expanduser, help="rows to train on, as for dataset_name of sft.train")
+    add("text", type=os.path.expanduser, help="rows to train on, as for dataset_name of sft.train")
     add("dst", type=expanded, help="new directory")
     add("--vocab-size", type=int, default=8192, help="number of tokens (default 8192)")
     add("--dataset_text_field", default="text", help="column of plain text (default text)")
     add("--dataset_config", help="configuration of the dataset (default: its own default)")
     add("--max-bytes", type=int, help="stream the rows, and stop at so many bytes of text")
-    add("--from", dest="source", help="train none: take the tokenizer of a directory or an id on the Hub")
-    where = "other names of special tokens of --from: '<|reserved_special_token_0|>=<|im_start|>'"
-    add("--rename", type=pair, nargs="+", default=[], metavar="OLD=NEW", help=where)
     args = parser.parse_args(argv)
-    if args.text is None and args.source is None:
-        raise UserError(f"{args.dst} is the only name: give rows to train on and a new directory, or use --from.")
-    if args.text is not None and args.source is not None:
-        raise UserError("give rows to train on, or a tokenizer with --from, and not both.")
-    if args.rename and args.source is None:
-        raise UserError("--rename: the tokens of a tokenizer of --from, which is not given.")
     least = len(SPECIAL) + len(BYTES)
     if args.vocab_size < least:
         raise UserError(f"--vocab-size {args.vocab_size}: expected at least {least}, the bytes and special tokens.")
@@ -135,16 +86,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Write a tokenizer. Raise `UserError`."""
     args = parse_arguments(argv)
-    if args.source is not None:
-        tokenizer = renamed(args.source, args.rename)
-    else:
-        from sft.data import load_rows  # it needs packages that `byte_tokenizer` does without
-        from sft.row_sources import parts_of_mixture
+    from sft.data import load_rows  # it needs packages that `byte_tokenizer` does without
+    from sft.row_sources import parts_of_mixture
 
-        how = {"config": args.dataset_config, "text_column": args.dataset_text_field}
-        is_streamed = args.max_bytes is not None
-        parts = [load_rows(name, streaming=is_streamed, **how) for name, _ in parts_of_mixture(args.text)]
-        tokenizer = train_tokenizer(limited(lines_of(chain(*parts)), args.max_bytes), args.vocab_size)
+    how = {"config": args.dataset_config, "text_column": args.dataset_text_field}
+    is_streamed = args.max_bytes is not None
+    parts = [load_rows(name, streaming=is_streamed, **how) for name, _ in parts_of_mixture(args.text)]
+    tokenizer = train_tokenizer(limited(lines_of(chain(*parts)), args.max_bytes), args.vocab_size)
     with new_directory(args.dst) as directory:
         tokenizer.save_pretrained(directory)
     print(f"Wrote {args.dst}, {len(tokenizer):,} tokens")

@@ -87,7 +87,8 @@ def test_a_dry_run_prints_commands_hours_and_memory(size, forms, tmp_path, capsy
     assert printed.count("$ python -m sft.train") == 3 * len(forms)
     assert printed.count("| long |") == len(forms)
     assert printed.count("perplexity_by_position") == printed.count("--text ") == len(forms)
-    assert ("sft.make_tokenizer" in printed) == ("<|im_end|>" in printed) == (size == "2.4b")
+    assert "sft.make_tokenizer" not in printed
+    assert printed.count("--eos_token '<|eot_id|>'") == (len(forms) if size == "2.4b" else 0)
     assert not (tmp_path / "new").exists()
 
 

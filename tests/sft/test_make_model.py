@@ -61,30 +61,6 @@ def test_a_tokenizer_is_trained_on_what_a_run_takes(tmp_path, cli):
     assert code == 1 and "empty.txt" in last_line(errors) and not (tmp_path / "of-nothing").exists()
 
 
-def test_special_tokens_are_renamed_and_keep_their_ids(tmp_path, cli):
-    make_tokenizer.byte_tokenizer().save_pretrained(tmp_path / "start")
-    names = ("<|im_start|>=<|user|>", "<|im_end|>=<|endé|>")
-    assert cli(make_tokenizer, "--from", tmp_path / "start", tmp_path / "new", "--rename", *names)[0] == 0
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new")
-    assert tokenizer("<|user|>a<|endé|>")["input_ids"] == [1, tokenizer.convert_tokens_to_ids("a"), 2]
-    assert tokenizer.eos_token == "<|endé|>" and "<|im_start|>" not in tokenizer.get_vocab()
-    absent = ("--from", tmp_path / "start", tmp_path / "none", "--rename", "<|absent|>=<|x|>")
-    known = ("--from", tmp_path / "start", tmp_path / "none", "--rename", "<|im_end|>=a")
-    both = ("text.txt", tmp_path / "none", "--from", tmp_path / "start")
-    neither = ("text.txt", tmp_path / "none", "--rename", "a=b")
-    alone = ("text.txt",)
-    messages = (
-        "needs a special token <|absent|>",
-        "and no token a",
-        "and not both",
-        "--from, which is not given",
-        "text.txt is the only name: give rows to train on and a new directory",
-    )
-    for words, named in zip((absent, known, both, neither, alone), messages, strict=True):
-        code, _, errors = cli(make_tokenizer, *words)
-        assert code == 1 and named in last_line(errors), errors
-
-
 def test_a_tokenizer_reads_no_more_of_a_stream_than_it_is_told_to(tmp_path, cli):
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps({'text': 'ab' * 500})}\n" + '{"text": ""}\n')  # a bad row
     words = (tmp_path / "rows.jsonl", tmp_path / "short", "--vocab-size", 270)

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import SFTConfig
 
+from examples import speedrun
 from iha.errors import UserError
 from modeling_iha import IHAForCausalLM
 from sft.arguments import RecipeParser, RunArguments
@@ -174,6 +175,20 @@ def test_labels_cover_the_assistants_text_and_its_end_of_turn_token(template, me
     (row,) = trained_on([{"messages": messages}], tokenizer)
     assert row["input_ids"] == input_ids
     assert row["labels"] == labels
+
+
+def test_the_paper_s_size_learns_to_end_answers_with_llama_3_s_tokens(tmp_path):
+    tokens = speedrun.SIZES["2.4b"].chat_tokens
+    template = Path(tokens["chat_template_path"]).read_text(encoding="utf-8")
+    special = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", tokens["eos_token"])
+    tokenizer = byte_tokenizer(special=special)
+    tokenizer.bos_token, tokenizer.chat_template = special[0], template
+    _, args = run_of("rows.jsonl", tmp_path, assistant_only_loss=True)
+    check_template(Dataset.from_list([{"messages": CONVERSATIONS[0]}]).features, tokenizer, args)
+    (row,) = trained_on([{"messages": CONVERSATIONS[0]}], tokenizer)
+    learned = tokenizer.decode([token for token in row["labels"] if token >= 0])
+    answers = [turn["content"] for turn in CONVERSATIONS[0] if turn["role"] == "assistant"]
+    assert learned == "".join(answer + "<|eot_id|>" for answer in answers)
 
 
 def test_a_template_that_would_not_teach_the_model_to_stop_is_refused(tmp_path):
