@@ -117,26 +117,26 @@ def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: 
     Where the interleaved ones have a window that others lack (`has_two_masks`), a dense mask holds that of the others
     and that of the interleaved ones, one behind the other along the heads. A `BlockMask` of FlexAttention, which
     cannot be cut to tokens, is a `LayerMasks` wherever there are others."""
-    arguments = kwargs | {"config": config, "mask_function": mask_function, "local_size": local_size}
+    of_others = kwargs | {"config": config, "mask_function": mask_function, "local_size": local_size}
     make_mask_of_tokens = ALL_MASK_ATTENTION_FUNCTIONS[core]
     if not hasattr(config, "num_pseudo_heads"):  # that of a vision tower
-        return make_mask_of_tokens(**arguments)
-    if takes_flat_mask(core, **arguments):
-        return virtual_mask(core, **arguments)  # the layer applies its window
+        return make_mask_of_tokens(**of_others)
+    if takes_flat_mask(core, **of_others):
+        return virtual_mask(core, **of_others)  # the layer applies its window
     window = config.interleaved_window
-    windowed = arguments
+    of_interleaved = of_others
     if window is not None:
         # CODEPATH: a window of the interleaved layers alone. Neither mask may be left out, because both are joined.
-        arguments = arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        of_others = of_others | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         sees = and_masks(mask_function, sliding_window_overlay(window))
-        windowed = arguments | {"mask_function": sees, "local_size": min(window, local_size or window)}
-    mask = virtual_mask(core, **windowed)
+        of_interleaved = of_others | {"mask_function": sees, "local_size": min(window, local_size or window)}
+    mask = virtual_mask(core, **of_interleaved)
     if isinstance(mask, BlockMask):
-        return LayerMasks(mask, make_mask_of_tokens(**arguments)) if has_other_modules(config) else mask
+        return LayerMasks(mask, make_mask_of_tokens(**of_others)) if has_other_modules(config) else mask
     if mask is None or not has_two_masks(config):  # some cores make no mask
         return mask
     # Both are over virtual tokens: `mask_of_plain_module` takes the mask of the others back to tokens.
-    return torch.cat((virtual_mask(core, **arguments), mask), dim=1)
+    return torch.cat((virtual_mask(core, **of_others), mask), dim=1)
 
 
 def has_other_modules(config: PreTrainedConfig) -> bool:
@@ -176,9 +176,10 @@ def mask_of_plain_module(mask: Any, module: nn.Module, num_tokens: int) -> Any:
 
 
 def mask_of_cached_keys(mask: Any, config: PreTrainedConfig, num_tokens: int, num_keys: int) -> Any:
-    """Return the part of a mask for the cached keys, of a layer with a window that the base lacks (`keep_windows`).
+    """Return the last columns of a mask, those of the keys that a layer with its own window has (`keep_windows`).
 
-    The layer has the size W + 1, of which it keeps W keys, and returns them before the N new ones.
+    The base knows nothing of this window, and makes masks for all cached tokens. This layer's cache keeps W of them,
+    and returns these before the N new ones.
 
     Raise a RuntimeError if keys of the window are missing, as the base does by the shape of its mask: a crop of the
     cache may have taken them."""
@@ -242,25 +243,25 @@ def prepare_call(names: list[str], decoder: PreTrainedModel, args: tuple, kwargs
     cache = pop_cache(kwargs)
     base_makes_cache = cache is None and makes_cache(decoder, kwargs.get("use_cache"))
     if base_makes_cache and getattr(config, "sliding_window", None):
-        # The base would make it too late for `keep_windows`. From here on it counts as one that the caller gave, so
-        # packed documents need use_cache=False here.
+        # The base would make it too late for `keep_windows`.
         cache, base_makes_cache = DynamicCache(config=decoder.config), False
     if cache is not None:
         keep_windows(decoder, cache)
         kwargs[CACHE] = cache
     tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
-    if tokens is not None and is_of_user(kwargs.get("attention_mask"), tokens):
+    if tokens is not None and is_of_user(kwargs.get("attention_mask"), tokens, config.num_pseudo_heads):
         kwargs |= arguments_for_layers(decoder, tokens, cache, base_makes_cache, kwargs)
     return args[len(names) :], kwargs
 
 
-def is_of_user(mask: Any, tokens: torch.Tensor) -> bool:
+def is_of_user(mask: Any, tokens: torch.Tensor, num_pseudo_heads: int) -> bool:
     """Return whether a mask is a user's or none, and not one of `interleaved_mask`, which `generate` passes.
 
     A dense one of ours has N * P rows, with P of at least 2, and a user's N."""
     if mask is None:
         return True
-    return isinstance(mask, torch.Tensor) and (mask.ndim == 2 or (mask.ndim == 4 and mask.shape[2] == tokens.shape[1]))
+    is_ours = isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[2] == tokens.shape[1] * num_pseudo_heads
+    return isinstance(mask, torch.Tensor) and not is_ours
 
 
 def arguments_for_layers(
@@ -268,8 +269,8 @@ def arguments_for_layers(
 ) -> dict[str, Any]:
     """Return the keyword arguments that tell all layers what a call declares, without dense masks if they can.
 
-    Packed documents are kept apart, or raise a ValueError. A base with windows is in the last column unless the call
-    has use_cache=False, because `prepare_call` makes its cache.
+    Packed documents are kept apart, or raise a ValueError. For a base with windows `prepare_call` makes the cache, so
+    that one is given unless the call has use_cache=False.
 
         `how_decoder_separates`    no cache      the base makes one    one is given
         "bounds"                   kept apart    kept apart            ValueError
@@ -281,7 +282,9 @@ def arguments_for_layers(
     if positions is not None and positions.ndim != 2:  # of a model of images: [4, rows, N] with those of text first
         positions = positions[0] if len(positions) == 4 else None
     separates_documents_by = how_decoder_separates(config, positions, bounds)
-    backend = Backend.of_model(core_of(config), decoder.dtype, tokens.device, separates_documents_by)
+    # Replicas of DataParallel have no parameters, so `decoder.dtype` fails there.
+    dtype = tokens.dtype if tokens.is_floating_point() else decoder.get_input_embeddings().weight.dtype
+    backend = Backend.of_model(core_of(config), dtype, tokens.device, separates_documents_by)
     fields = ("interleaved_window", "sliding_window", "attention_chunk_size")
     window = min(getattr(config, field, None) or math.inf for field in fields)
     call = read_call(backend, tokens, mask, positions, cache, bounds, window, base_makes_cache)

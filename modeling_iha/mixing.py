@@ -48,7 +48,7 @@ class Mixing(nn.Module):
         weight = getattr(self, name)
         fixed = weight.detach()
         value = torch.addcmul(self._buffers[f"{name}_start"], fixed, self._buffers[f"{name}_scale"])
-        # `weight - fixed` is zero. It only hands the gradient (or tangent) of the value on to the weight, unscaled.
+        # To autograd `value` is a constant. `weight - fixed` is zero, and hands the gradient (or tangent) on unscaled.
         return value + (weight - fixed) if torch.is_grad_enabled() else value
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,7 @@ class ConfigMixin:
         own = config_dict.get("mixing_scale")
         if kwargs.get("mixing_scale", own) != own:
             raise ValueError(f"The saved weights depend on mixing_scale={own}: call modeling_iha.set_mixing_scale.")
-        return super().from_dict(config_dict, **kwargs)
+        return super().from_dict(without_types(config_dict), **kwargs)
 
     def save_pretrained(self, *args, **kwargs):
         """Save the configuration. Raise a ValueError if a plain model that holds the same object is being saved.
@@ -287,8 +287,8 @@ def remove_heads(model: PreTrainedModel) -> None:
 def use_virtual_core(model: PreTrainedModel) -> None:
     """Let the decoder attend over virtual tokens, on the attention function that its configuration names.
 
-    `sdpa_in_blocks` computes "sdpa" if the decoder hands its windows to attention functions, because flat masks do not
-    hold them. Decoders that support FlashAttention do so, unless `interleave_heads` has found otherwise.
+    For "sdpa" this is `sdpa_in_blocks` if the decoder hands its windows to attention functions, because flat masks do
+    not hold them. Decoders that support FlashAttention do so, unless `interleave_heads` has found otherwise.
     Configurations have no public setter for a part of a model: this sets the field of Transformers."""
     config = decoder_config(model)
     core = implementation_of_user(config._attn_implementation)

@@ -84,6 +84,14 @@ def recomputed(function: Callable, num_blocks: int, *args, **kwargs):
     return function(*args, **kwargs)
 
 
+def over_all_keys(weights: torch.Tensor, columns: slice, num_keys: int) -> torch.Tensor:
+    """Return the weights of a block over all keys. Those that no query of the block sees have none.
+
+    A block of all keys is returned as it is: a caller may ask for its gradient."""
+    hidden = (columns.start, num_keys - columns.stop)
+    return pad(weights, hidden) if any(hidden) else weights
+
+
 def join(blocks: list[torch.Tensor], dim: int) -> torch.Tensor:
     """Join the blocks in one tensor. Return a single block as it is: a caller may ask for its gradient."""
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=dim)
@@ -178,6 +186,5 @@ class ScoreMatrixAttention(MultiHeadAttention):
             output, block_weights = recomputed(self.attend_block, len(blocks), *states, mask, **kwargs)
             outputs.append(output)
             if self.core == "eager":
-                # Keys that no query of the block sees have no weight.
-                weights.append(pad(block_weights, (columns.start, num_keys - columns.stop)))
+                weights.append(over_all_keys(block_weights, columns, num_keys))
         return join(outputs, dim=1), join(weights, dim=2) if weights else None

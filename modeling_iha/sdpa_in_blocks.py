@@ -43,7 +43,7 @@ UNKNOWN_DOCUMENTS = (
 HIDDEN = -30_000.0  # feature of keys of padding, which lowers their scores by it times the scaling; float16 holds it
 
 
-# The door: `read_call` reads what a call declares, once for all layers
+# What a call declares, which `read_call` reads once for all layers
 
 
 class Call(NamedTuple):
@@ -56,7 +56,8 @@ class Call(NamedTuple):
     padding: torch.Tensor | None = None  # [rows, cached + N], 0 for padding; longer next to a cache
     dense: torch.Tensor | None = None  # a user's mask [rows or 1, heads or 1, N, cached + N], in place of all these
     positions: torch.Tensor | None = None  # [rows or 1, N], only where documents would be kept apart
-    # Where the documents of all rows begin, and the end, int32 [documents + 1]. Runs of padding are documents too.
+    # Where the documents of all rows begin, and the end, int32 [documents + 1]. Runs of padding are documents too. If
+    # there are documents, no token sees padding, and layers ignore `padding`.
     documents: torch.Tensor | None = None
     longest: int | None = None  # tokens of the longest document, unless the caller has given the documents
     sizes: tuple[int, ...] | None = None  # tokens of each document, where a GPU computes one after the other
@@ -127,23 +128,23 @@ def read_call(
         check_dense_mask(backend.core, attention_mask, length, cache, window)
         is_mask = attention_mask.dtype == torch.bool or attention_mask.is_floating_point()
         return Call(rows, length, dense=attention_mask if is_mask else attention_mask.bool())
-    # This says whether packed documents would be kept apart. If they would not, `read_rows` rejects them.
-    are_separated = attention_mask is None and cache is None
+    # Whether packed documents would be kept apart, if there are any. If not, `read_rows_of_one_document` rejects them.
+    would_separate = attention_mask is None and cache is None
     if makes_cache and backend.separates_documents_by == "masks":  # which are made without a cache alone
-        are_separated = False
+        would_separate = False
     if rows > 1 and "flash" in backend.core:  # a flash function looks for documents in a single row
-        are_separated = False
-    call = Call(rows, length, attention_mask, positions=position_ids if are_separated else None)
+        would_separate = False
+    call = Call(rows, length, attention_mask, positions=position_ids if would_separate else None)
     if bounds is not None:
-        if not are_separated:
+        if not would_separate:
             raise ValueError(JOINED_DOCUMENTS)
         if backend.separates_documents_by == "masks":
             check_that_positions_restart(call, backend, bounds)
         return call._replace(documents=bounds, sizes=sizes_for(backend, bounds))
     if length == 1:
         return call
-    if not are_separated:
-        return read_rows(call, backend, position_ids, cache)
+    if not would_separate:
+        return read_rows_of_one_document(call, backend, position_ids, cache)
     return find_documents(call, backend, makes_cache) if backend.separates_documents_by == "bounds" else call
 
 
@@ -176,7 +177,9 @@ def find_documents(call: Call, backend: Backend, makes_cache: bool) -> Call:
     return with_documents(call, backend, pad(begins_another, (1, 0), value=True))
 
 
-def read_rows(call: Call, backend: Backend, position_ids: torch.Tensor | None, cache: Cache | None) -> Call:
+def read_rows_of_one_document(
+    call: Call, backend: Backend, position_ids: torch.Tensor | None, cache: Cache | None
+) -> Call:
     """Check that each row is one document. Add these documents if there are no cached tokens."""
     if position_ids is None and (call.padding is None or backend.separates_documents_by != "bounds"):
         return call
@@ -195,7 +198,11 @@ def read_rows(call: Call, backend: Backend, position_ids: torch.Tensor | None, c
         raise ValueError(JOINED_DOCUMENTS + hint_of_prefix(call, past))
     if backend.separates_documents_by != "bounds" or past > 0:
         return call
-    return with_a_document_for_each_row(call, backend) if is_real.all() else with_runs(call, backend, is_real)
+    if has_flash_attention(backend.device, backend.dtype) and not is_real.all():
+        return with_runs(call, backend, is_real)
+    # No token sees the padding behind it, so that right padding hides nothing.
+    is_behind_padding = is_real[:, 1:] & ~is_real[:, :-1]
+    return call if is_behind_padding.any() else with_a_document_for_each_row(call, backend)
 
 
 def positions_of_real_tokens(
@@ -204,7 +211,8 @@ def positions_of_real_tokens(
     """Return the positions of the tokens of a call after `past` cached ones, [rows, N] on the CPU, -1 for padding."""
     positions = torch.arange(call.tokens, device=backend.device) if position_ids is None else position_ids
     if call.padding is not None:
-        positions = torch.where(call.padding[:, past : past + call.tokens].bool(), positions, -1)
+        is_real = call.padding[:, past : past + call.tokens].to(positions.device, torch.bool)
+        positions = torch.where(is_real, positions, -1)
     return positions.expand(call.rows, -1).cpu()  # the only copy
 
 
@@ -214,9 +222,7 @@ def with_runs(call: Call, backend: Backend, is_real: torch.Tensor) -> Call:
     Features that hide padding would make heads wider than its kernels are compiled for."""
     begins = pad(is_real.diff(dim=-1), (1, 0), value=True)
     has_padding_within = (begins & is_real).sum(dim=-1).max() > 1
-    if has_padding_within or not has_flash_attention(backend.device, backend.dtype):
-        return call
-    return with_documents(call, backend, begins)
+    return call if has_padding_within else with_documents(call, backend, begins)
 
 
 def with_documents(call: Call, backend: Backend, begins: torch.Tensor) -> Call:
@@ -338,7 +344,7 @@ class Visibility(NamedTuple):
     padding: torch.Tensor | None  # the flat mask, bool [batch, keys], false for padding
     documents: torch.Tensor | None  # where the documents of all rows begin, and the end, int32 [documents + 1]
     longest: int  # tokens of the longest document
-    sizes: tuple[int, ...] | None  # tokens of each document, if the door has told them
+    sizes: tuple[int, ...] | None  # tokens of each document, if `read_call` has found them
     window: int | None
 
 
@@ -371,8 +377,7 @@ def visibility_of_arguments(
     batch, length = query.shape[0], query.shape[2]
     documents = kwargs.get("cu_seq_lens_q")
     if documents is not None:
-        # `read_rows` adds documents only if no token is padding, or with a document for each run of padding.
-        padding = None
+        padding = None  # see `Call.documents`
         # Each row begins a document, so as many documents as rows are the rows.
         has_one_for_each_row = documents.shape[0] == batch + 1
         documents = None if has_one_for_each_row else documents

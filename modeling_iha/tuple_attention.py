@@ -3,7 +3,6 @@
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from .configuration_iha import IHAConfig
@@ -14,6 +13,7 @@ from .score_matrix import (
     block_columns,
     join,
     most_columns,
+    over_all_keys,
     query_blocks,
     query_offset,
     recomputed,
@@ -163,5 +163,5 @@ class PairAttention(TupleAttention):
             output, block_weights = recomputed(self.attend_block, len(blocks), *arguments)
             outputs.append(output)
             if self.core == "eager":
-                weights.append(pad(block_weights, (columns[0].start, num_keys - columns[0].stop)))
+                weights.append(over_all_keys(block_weights, columns[0], num_keys))
         return join(outputs, dim=1), join(weights, dim=2) if weights else None

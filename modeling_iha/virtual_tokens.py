@@ -136,7 +136,7 @@ def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head,
     query_token, key_token = queries // num_pseudo_heads, keys // num_pseudo_heads
     by_own_token = sees_token(batch, head, query_token, key_token)
     by_token_before = token_before_sees(sees_token, batch, head, query_token, key_token)
-    # In masks that are not causal, as within an image, the own token tells of all pseudo-heads of later tokens.
+    # A mask within an image also shows later tokens. All of their pseudo-heads are seen if token n sees them.
     by_token_before = by_token_before | (by_own_token & (key_token > query_token))
 
     is_later_pseudo_head = key % num_pseudo_heads > query % num_pseudo_heads
@@ -299,7 +299,7 @@ def keep_window_edge(cache: Cache | None, window: int | None) -> None:
     for layer in getattr(cache, "layers", ()):
         if not getattr(layer, "is_sliding", False):
             continue
-        is_static = not hasattr(layer, "sliding_window")
+        is_static = not hasattr(layer, "sliding_window")  # a `StaticSlidingWindowLayer` has `max_cache_len` instead
         field = "max_cache_len" if is_static else "sliding_window"
         if getattr(layer, field) != window:
             continue

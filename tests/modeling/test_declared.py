@@ -42,15 +42,15 @@ def inputs_of(call):
 
 
 @pytest.mark.parametrize("name", ["iha", "interleaved", "some interleaved"])
-def test_a_mask_of_ones_costs_nothing(name, monkeypatch):
-    """Only padding adds features to heads."""
+def test_a_mask_that_hides_nothing_costs_nothing(name, monkeypatch):
+    """Only padding that tokens see adds features to heads."""
     model, calls = WAYS[name](WINDOW), []
     hide = sdpa_in_blocks.hide_padding
     monkeypatch.setattr(sdpa_in_blocks, "hide_padding", lambda *args: calls.append(1) or hide(*args))
     for call in CALLS:
         calls.clear()
         model(**inputs_of(call))
-        assert bool(calls) == ("padding" in call or call == "hole")
+        assert bool(calls) == (call in ("left padding", "hole"))
 
 
 @pytest.mark.parametrize("core", ["eager", "sdpa"])
@@ -135,6 +135,17 @@ def test_a_call_waits_at_most_once_for_a_gpu_and_a_new_token_never(name, window,
             waits.clear()
             model(**next_inputs, **{CACHE: cache})
         assert not waits
+
+
+@torch.no_grad()
+def test_a_mask_may_stay_on_the_cpu():
+    """Transformers moves it to the device of the tokens."""
+    model = WAYS["interleaved"]()
+    move(model, GPU)
+    inputs = on_gpu(inputs_of("left padding"))
+    with gpus():
+        expected = model(**inputs).logits.cpu()
+        assert torch.equal(model(**{**inputs, "attention_mask": LEFT}).logits.cpu(), expected)
 
 
 # Decoders that keep windows in their masks

@@ -220,6 +220,8 @@ def faults(drawn, call, model):
         dense = causal_4d(ones, "bool")
         dense_message = "takes attention_mask .* alone" if drawn.is_flash else NO_DENSE_MASK
         longer = torch.nn.functional.pad(dense, (0, 3))
+        if call.length > 1:
+            yield {"attention_mask": dense[:, :, -1:]}, dense_message  # one row for all queries
         if drawn.window is not None and drawn.window < call.length:
             yield {"attention_mask": dense}, dense_message
             yield {"attention_mask": causal_4d(ones, "additive")}, dense_message

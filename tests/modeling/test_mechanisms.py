@@ -67,6 +67,19 @@ def test_half_precision(mechanism, dtype, how):
 
 
 @pytest.mark.parametrize("mechanism", OF_EACH_KIND.values(), ids=str)
+def test_attention_weights_have_gradients(mechanism):
+    if mechanism.kind in ("hyper", "simplicial"):
+        pytest.skip("the weights returned are sums over pairs, which the output does not depend on")
+    model = random_model(mechanism.hybrid_config())
+    model.set_attn_implementation("eager")
+    output = model(random_ids(2, 9), output_attentions=True, use_cache=False)
+    for weights in output.attentions:
+        weights.retain_grad()
+    output.logits.square().sum().backward()
+    assert all(weights.grad.any() for weights in output.attentions)
+
+
+@pytest.mark.parametrize("mechanism", OF_EACH_KIND.values(), ids=str)
 def test_learning(mechanism):
     """Learn one batch of two rows of 9 tokens by heart."""
     model, input_ids = random_model(mechanism.hybrid_config()).train(), random_ids(2, 9)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from helpers import DECODER_SIZES, assert_close, decoder, random_ids, train_mixing
 from helpers import uncached_logits as logits
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel, replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import (
     AutoConfig,
@@ -27,7 +28,7 @@ from transformers.utils import logging
 
 from iha.errors import ROOT
 from iha.processes import run_in_clean_process
-from modeling_iha import interleave_heads, remove_interleaving
+from modeling_iha import interleave_heads, pair_heads, remove_interleaving
 from modeling_iha.interleaved_attention import implementation_of_user, register_core
 from modeling_iha.mixing_weights import mixing_parameters, state_with_values
 from modeling_iha.virtual_tokens import View
@@ -150,6 +151,27 @@ def test_what_ddp_wraps_is_refused(two_processes):
     del wrapped
     model(random_ids(1, 5)).logits.sum().backward()
     DistributedDataParallel(interleave_heads(model, 2))
+
+
+@pytest.mark.parametrize("way", [interleave_heads, pair_heads])
+def test_a_replica_of_data_parallel(way, monkeypatch):
+    """Compare the loss and gradients of a replica with the model's. Trainer makes these where it sees several GPUs."""
+    model, ids = way(decoder("llama"), 2), random_ids(2, 5)
+    expected = model(ids, labels=ids).loss
+    expected.backward()
+    gradients = [weight.grad.clone() for weight in model.parameters()]
+    model.zero_grad()
+
+    def copied(tensors, *args, **kwargs):
+        return [[each * 1 for each in tensors]]  # one replica
+
+    module = sys.modules[replicate.__module__]
+    monkeypatch.setattr(module, "_broadcast_coalesced_reshape", copied)
+    monkeypatch.setattr(module, "_get_device_index", lambda device, _: device)
+    loss = replicate(model, [0])[0](ids, labels=ids).loss  # its weights are tensors and no parameters
+    loss.backward()
+    assert torch.equal(loss, expected)
+    assert all(torch.equal(weight.grad, each) for weight, each in zip(model.parameters(), gradients, strict=True))
 
 
 def test_what_fsdp_holds_is_refused(two_processes):
