@@ -28,6 +28,7 @@ NOT_TAKEN = {
     "dataset_kwargs": "the run prepares its rows itself",
     "truncation_mode": "rows are cut on the right",
     "bnb_4bit_quant_storage": "weights of 4 bits are stored as bytes",
+    "trust_remote_code": "no run executes the code of a checkpoint, but that of this package or of Transformers",
 }
 # Keys of a run that starts from random weights.
 PRESET_KEYS = ("preset", "preset_fields", "tokenizer")

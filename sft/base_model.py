@@ -314,6 +314,10 @@ def prepare_model(
     with refusing("generation_config.json would not be saved after the training: mend it", ValueError):
         model.generation_config.validate(strict=True)
     _set_virtual_tokens(model, run)
+    if trained_mixing(model):
+        scale = model.config.get_text_config(decoder=True).mixing_scale
+        rate = scale * args.learning_rate
+        PartialState().print(f"The mixing learns at {scale:g} times learning_rate, {rate:g}.")
     if args.device.type == "cpu":
         half = torch.bfloat16 if args.bf16 else torch.float16
         note_slow_dtype(half if args.bf16 or args.fp16 else model.dtype)

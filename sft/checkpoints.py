@@ -30,15 +30,22 @@ def check_holds_no_model(output: Path) -> None:
 def checkpoint_to_resume(given: str | bool | None, output: Path) -> Path | None:
     """Return the checkpoint that `resume_from_checkpoint` names, or else the newest whole one.
 
-    Raise `UserError` for `false`.
+    Raise `UserError` for `false`, and for `true` if there is none.
     """
-    name = str(given)  # a value is true or false in a YAML file, and a word on the command line
-    if name.lower() == "false":
+    name = str(given).lower()  # a value is true or false in a YAML file, and a word on the command line
+    if name == "false":
         raise UserError(
             "resume_from_checkpoint=false: expected a checkpoint's directory. A run resumes from the newest "
             "checkpoint of its output_dir: to start anew, remove the key and choose another output_dir."
         )
-    return newest_whole_checkpoint(output) if name.lower() in ("none", "true") else Path(name).expanduser()
+    if name not in ("none", "true"):
+        return Path(str(given)).expanduser()
+    newest = newest_whole_checkpoint(output)
+    if newest is None and name == "true":
+        raise UserError(
+            f"resume_from_checkpoint=true: {output} holds no whole checkpoint: correct output_dir, or remove the key."
+        )
+    return newest
 
 
 def newest_whole_checkpoint(output_dir: str | Path) -> Path | None:
@@ -64,15 +71,17 @@ def step_of(checkpoint: Path) -> int:
 def clear_later_checkpoints(output: Path, checkpoint: Path | None) -> None:
     """Remove the incomplete checkpoints that are later than the one to resume from, which a stopped save left.
 
-    Raise `UserError` for complete ones: the rotation of checkpoints would take the one with the most steps for the
-    newest, and remove those of this run. Directories in that of a new run may be somebody else's and are left alone.
+    The rotation of checkpoints would take the one with the most steps for the newest, and remove those of this run.
+    So raise `UserError` for complete ones. Directories in that of a new run may be somebody else's and are left alone.
     """
     later = checkpoints_after(0 if checkpoint is None else step_of(checkpoint), output)
     whole = sorted(path.name for path in later if (path / RECORD).exists())
     if whole:
         raise UserError(f"{output} holds later checkpoints than {checkpoint}: move {', '.join(whole)} away.")
-    if checkpoint is not None and checkpoint.resolve().parent == output.resolve():
+    is_of_run = checkpoint is not None and checkpoint.resolve().parent == output.resolve()
+    if is_of_run or (output / RECORD).exists():
         for path in later:
+            PartialState().print(f"Removing {path}, which a stopped run has not finished.", flush=True)
             shutil.rmtree(path)
 
 

@@ -153,9 +153,19 @@ def load_rows(
         first = {"text": first[text_column]}
     with refusing(name, UserError):
         convert, features = schema_of(first)
-    check_columns(name, first, features)
+    note_unread_columns(name, first, features)
+
+    def converted(row: dict, index: int) -> dict:
+        where = f"{name}, row {index + 1}"
+        lost = [column for column in UNREAD_COLUMNS if row.get(column)]
+        if lost:
+            raise UserError(
+                f"{where}: column '{lost[0]}' would be lost; write it into the text, or remove the column."
+            )
+        return convert(row, where)
+
     return rows.map(
-        lambda row, index: convert(row, f"{name}, row {index + 1}"),
+        converted,
         with_indices=True,
         remove_columns=list(first),
         features=features,
@@ -186,16 +196,13 @@ def open_rows(name: str, split: str, config: str | None, streaming: bool) -> tup
     return rows, first
 
 
-def check_columns(name: str, first: dict, features: Features) -> None:
-    """Print which columns of a source a run does not read. Raise `UserError` for one whose content would be lost.
+def note_unread_columns(name: str, first: dict, features: Features) -> None:
+    """Print which columns of a source a run does not read.
 
     `first` is a row of the source, and `features` are the columns that are made of it.
     """
     read = {*features, *(("system", *TURN_KEYS) if are_chats(features) else ())}
     unread = [column for column in first if column not in read]
-    lost = [column for column in unread if column in UNREAD_COLUMNS and first[column]]
-    if lost:
-        raise UserError(f"{name}: column '{lost[0]}' would be lost; write it into the text, or remove the column.")
     if unread:
         PartialState().print(f"Note: the run does not read these columns of {name}: {', '.join(unread)}.")
 

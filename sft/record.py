@@ -64,7 +64,9 @@ def make_record(data: RunData, start: Start, run: RunArguments, args: SFTConfig)
 
     Raise `UserError` for a model or data that do not exist.
     """
-    held_out = identify_data(run.eval_dataset_name) if run.eval_dataset_name else {}
+    held_out = {}
+    if run.eval_dataset_name and data.held_out is not None:
+        held_out = identify_data(data.held_out.name, data.held_out.config)
     # `to_dict` masks what may be a password, and takes the names of special tokens for one.
     keys = asdict(run) | args.to_dict() | {"eos_token": args.eos_token}
     recipe = {name: value for name, value in keys.items() if name not in _UNRECORDED}

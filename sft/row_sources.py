@@ -30,6 +30,15 @@ class RowSource(NamedTuple):
     split: str = "train"
     config: str | None = None
 
+    def overlaps(self, other: "RowSource") -> bool:
+        """Return whether one source holds rows of the other, as far as their names tell."""
+        if not is_same_place(self.name, other.name):
+            return False
+        if names_file(self.name):
+            return True
+        is_slice = self.split.startswith(f"{other.split}[") or other.split.startswith(f"{self.split}[")
+        return self.config == other.config and (self.split == other.split or is_slice)
+
 
 class RunData(NamedTuple):
     """Hold where a run reads its rows."""
@@ -74,16 +83,13 @@ def _check_parts(parts: list[RowSource], run: RunArguments, args: SFTConfig) -> 
 def _held_out(parts: list[RowSource], run: RunArguments, args: SFTConfig) -> RowSource | None:
     """Return the source of the rows to evaluate on, or None for a run that reads none. Raise `UserError`."""
     if run.eval_dataset_name:
-        held_out = RowSource(run.eval_dataset_name, run.dataset_test_split or "train")
+        config = run.dataset_config if is_same_place(run.eval_dataset_name, run.dataset_name) else None
+        held_out = RowSource(run.eval_dataset_name, run.dataset_test_split or "train", config)
     elif evaluates(args) and not run.eval_size:
         held_out = RowSource(run.dataset_name, run.dataset_test_split or "test", run.dataset_config)
     else:
         return None
-    # A file has one split, and may be named by another path.
-    is_same_file = names_file(held_out.name) and any(
-        Path(part.name).resolve() == Path(held_out.name).resolve() for part in parts
-    )
-    if is_same_file or held_out in parts:
+    if any(part.overlaps(held_out) for part in parts):
         raise UserError(
             f"the run would train and evaluate on the same rows of {held_out.name}: name other rows, or set eval_size."
         )
@@ -143,6 +149,12 @@ def suffix_of(name: str) -> str:
 def names_file(name: str) -> bool:
     """Return whether a source is a file or a mixture, which has neither configurations nor splits."""
     return Path(name).is_file() or suffix_of(name) in (*READERS, *MIXTURES)
+
+
+def is_same_place(name: str, other: str) -> bool:
+    """Return whether two names are of one dataset. A path may be written in several ways."""
+    both_exist = Path(name).exists() and Path(other).exists()
+    return name == other or (both_exist and Path(name).samefile(other))
 
 
 def is_one_row(name: str) -> bool:

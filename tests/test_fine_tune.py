@@ -130,7 +130,9 @@ def test_the_commands_train_and_publish_a_tiny_model(tmp_path, monkeypatch, caps
 
     for command in (full, lora):
         keys, output = trained(command)
-        assert "Interleaved 4 of 5 layers, P = 2, window 8." in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        assert "Interleaved 4 of 5 layers, P = 2, window 8." in printed
+        assert re.search(r"The mixing learns at (40|2) times learning_rate, 0.0004\.", printed)
         config = load_config(find_source(output / "final"))
         assert config.mixing_scale * float(keys["--learning_rate"]) == pytest.approx(4e-4)  # the R of the page
         assert (config.max_position_embeddings, config.rope_parameters["rope_theta"]) == (64, 8e6)

@@ -89,6 +89,9 @@ def test_a_home_directory_is_found_in_every_key(tmp_path, monkeypatch):
     )
     assert SFTConfig(output_dir="~/run", use_cpu=True).output_dir == f"{tmp_path}/run"
     assert checkpoint_to_resume("~/run/checkpoint-2", tmp_path) == tmp_path / "run" / "checkpoint-2"
+    assert checkpoint_to_resume(None, tmp_path) is None
+    with pytest.raises(UserError, match="resume_from_checkpoint=true: .* holds no whole checkpoint"):
+        checkpoint_to_resume(True, tmp_path)
     words = sizes("model", str(tmp_path / "rows.jsonl"), tmp_path / "run", chat_template_path="~/template.jinja")
     run, args = RecipeParser("").parse(["--config", recipe("demo"), *words])
     assert run.chat_template == "text"
@@ -465,8 +468,8 @@ def test_rows_to_evaluate_on_are_like_those_to_train_on(tmp_path):
 
 @pytest.mark.parametrize("row", [{"text": "a"}, {"prompt": "a", "completion": "b"}, {"messages": CONVERSATIONS[0]}])
 def test_content_beside_a_text_is_not_lost(row, tmp_path):
-    path = write_jsonl(tmp_path / "rows.jsonl", [{**row, "tools": ["content"]}])
-    with pytest.raises(UserError, match="rows.jsonl: column 'tools' would be lost"):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{**row, "tools": None}, {**row, "tools": ["content"]}])
+    with pytest.raises(UserError, match="rows.jsonl, row 2: column 'tools' would be lost"):
         list(load_rows(path))
 
 

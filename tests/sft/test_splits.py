@@ -99,6 +99,19 @@ def test_a_run_reads_the_configuration_and_the_splits_that_it_names(streaming, d
     assert texts_of(dataset, tmp_path, **keys) == ("hard/validation", "hard/train")
 
 
+def test_a_dataset_to_train_and_evaluate_on_has_one_configuration(dataset, tmp_path):
+    keys = {"dataset_config": "easy", "eval_dataset_name": dataset, **STEPS}
+    assert texts_of(dataset, tmp_path, **keys, dataset_test_split="test") == ("easy/train", "easy/test")
+    names = [dataset]
+    if Path(dataset).is_dir():
+        names += [f"{dataset}/", f"{dataset}/../{Path(dataset).name}"]
+    for name in names:
+        for split in ("train", "train[:5%]"):
+            named = {**keys, "eval_dataset_name": name, "dataset_test_split": split}
+            with pytest.raises(UserError, match="the run would train and evaluate on the same rows of"):
+                texts_of(dataset, tmp_path, **named)
+
+
 def test_a_dataset_to_evaluate_on_has_a_split_of_its_own(dataset, tmp_path):
     held_out = tmp_path / "held"
     held_out.mkdir()

@@ -27,7 +27,7 @@ from iha.hub.checkpoint_checks import checkpoint_files
 from iha.sources import find_source
 from sft import make_model, results, shared_cores, train
 from sft.arguments import RecipeParser
-from sft.checkpoints import RECORD, newest_whole_checkpoint
+from sft.checkpoints import RECORD, clear_later_checkpoints, newest_whole_checkpoint
 from sft.log_figures import CountTokens
 from sft.trainer import SFTRecipeTrainer
 
@@ -82,6 +82,7 @@ def assert_same_run(output: Path, whole: Path):
     [
         ("push_to_hub", "true", "push_to_hub is not used here: to publish the result, use iha push"),
         ("ignore_data_skip", "true", "is not used here: a resumed run would repeat rows"),
+        ("trust_remote_code", "true", "is not used here: no run executes the code of a checkpoint"),
         ("chat_template_path", "absent", "absent is not a .jinja file"),
         ("resume_from_checkpoint", "absent", "absent has no run.json"),
         ("resume_from_checkpoint", "false", "resume_from_checkpoint=false: expected a checkpoint's directory"),
@@ -251,6 +252,16 @@ def test_a_run_does_not_continue_with_another_batch_or_before_its_last_checkpoin
     shutil.copytree(whole, tmp_path / "again", ignore=shutil.ignore_patterns("final"))
     with pytest.raises(UserError, match="again holds later checkpoints than .*: move checkpoint-6 away"):
         train.main(command(tiny, rows_file, tmp_path / "again", **from_checkpoint))
+
+
+def test_what_a_stopped_first_save_left_is_removed(tmp_path, capsys):
+    """The rotation of checkpoints would keep it, and remove those that are saved after it."""
+    (tmp_path / "checkpoint-200").mkdir()
+    clear_later_checkpoints(tmp_path, None)
+    assert (tmp_path / "checkpoint-200").exists()  # somebody else's
+    (tmp_path / RECORD).write_text("{}")
+    clear_later_checkpoints(tmp_path, None)
+    assert not (tmp_path / "checkpoint-200").exists() and "Removing" in capsys.readouterr().out
 
 
 def test_checkpoints_of_others_are_left_alone(tiny, rows_file, tmp_path):
