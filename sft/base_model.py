@@ -151,25 +151,22 @@ def settle_pseudo_heads(start: Start, run: RunArguments) -> None:
     """Leave out the recipe's P for a start that keeps its own. Raise `UserError` for one on the command line."""
     if start.is_to_interleave:
         return
-    found = virtual_tokens_per_token(start.config)
-    if run.num_pseudo_heads not in (None, found):
-        if "num_pseudo_heads" in run.on_command_line:
-            advice = "give the plain base model, whose heads the run then interleaves, or correct the recipe"
-            if start.source is None:
-                advice = f"give --preset_fields num_pseudo_heads={run.num_pseudo_heads} instead"
-            raise UserError(
-                f"The recipe states num_pseudo_heads={run.num_pseudo_heads} and {start.name} has {found}: {advice}."
-            )
-        PartialState().print(
-            f"Note: num_pseudo_heads={run.num_pseudo_heads} is for plain base models: {start.name} keeps its {found}."
-        )
-        run.num_pseudo_heads = None
     given = [key for key in INTERLEAVING_KEYS if getattr(run, key) is not None]
     if given:
         raise UserError(
             f"{', '.join(given)}: for runs that interleave a plain base model by num_pseudo_heads. {start.name} keeps "
             "what it was made with: remove what is named here."
         )
+    asked, found = run.num_pseudo_heads, virtual_tokens_per_token(start.config)
+    if asked in (None, found):
+        return
+    if "num_pseudo_heads" in run.on_command_line:
+        advice = "give the plain base model, whose heads the run then interleaves, or correct the recipe"
+        if start.source is None:
+            advice = f"give --preset_fields num_pseudo_heads={asked} instead"
+        raise UserError(f"The recipe states num_pseudo_heads={asked} and {start.name} has {found}: {advice}.")
+    PartialState().print(f"Note: num_pseudo_heads={asked} is for plain base models: {start.name} keeps its {found}.")
+    run.num_pseudo_heads = None
 
 
 def settle_mixing_scale(start: Start, run: RunArguments) -> None:
@@ -391,8 +388,10 @@ def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
     if config is None:
         return None
     modules = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    named = config.target_modules or "all-linear"
-    named = {named} - {"all-linear"} if isinstance(named, str) else set(named)
+    targets = config.target_modules or "all-linear"
+    named = {targets} if isinstance(targets, str) else set(targets)
+    if targets == "all-linear":
+        named = set()
     for key, names in (("lora_target_modules", named), ("lora_modules_to_save", config.modules_to_save or ())):
         unknown = set(names) - modules  # PEFT ignores them silently
         if unknown:

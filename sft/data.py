@@ -289,16 +289,17 @@ def hold_out_first(rows: IterableDataset, size: int) -> tuple[IterableDataset, D
 
     Raise `UserError` if no other row is left.
     """
-    held_out = list(rows.take(size + 1))
-    if len(held_out) <= size:
+    first = list(rows.take(size + 1))
+    if len(first) <= size:
         raise UserError(
-            f"eval_size={size} leaves no row of {len(held_out)} to train on: lower it, or name other rows as "
+            f"eval_size={size} leaves no row of {len(first)} to train on: lower it, or name other rows as "
             "eval_dataset_name. A .txt file is one row."
         )
-    asked = {question_of(row) for row in held_out[:-1]}
+    held_out = first[:size]
+    asked = {question_of(row) for row in held_out}
     # This leaves out the held-out rows too. `skip` would leave out as many of each file where several processes read.
     others = rows.filter(lambda row: question_of(row) not in asked)
-    return others, Dataset.from_list(held_out[:-1], features=rows.features)
+    return others, Dataset.from_list(held_out, features=rows.features)
 
 
 def split_rows(rows: Dataset, run: RunArguments, args: SFTConfig) -> tuple[Dataset, Dataset]:

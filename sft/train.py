@@ -149,8 +149,8 @@ def build_trainer(
     train_rows, eval_rows = rows
     if are_chats(train_rows.features):
         stop_at_end_of_turn(model, tokenizer)
-    # Below, a quantized run takes back these values, which TRL's trainer rounds.
-    mixing = [weight.detach().clone() for weight in trained_mixing(model)]
+    # TRL rounds what a quantized run trains. `take_back_precision` needs these values.
+    mixing = [weight.detach().clone() for weight in trained_mixing(model)] if run.is_quantized else []
     trainer_class = SharedRowTrainer if processes_of_a_row(args) > 1 else SFTRecipeTrainer
     trainer = trainer_class(
         model=model,

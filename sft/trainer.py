@@ -123,21 +123,23 @@ class SFTRecipeTrainer(SFTTrainer):
     # Rows
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
-        # TRL cuts and drops rows silently, and takes tokenized rows as they are. So it prepares them in two steps, and
-        # `check_cut` counts whole rows between the two. TRL has no public function that tokenizes rows.
+        # TRL cuts and drops rows silently. So it prepares them in two steps, and `check_cut` counts whole rows between
+        # the two: first it only tokenizes. Rows that have `input_ids` it then only cuts and packs.
         cut_to = None if splits_long_rows(args, packing) else args.max_length
         whole = copy.copy(args)
         whole.dataset_text_field = "text"  # the column of the rows that `load_rows` returns
         whole.max_length = None
         whole.shuffle_dataset = False
         with refusing("a row: the chat template does not take it", TemplateError):
-            dataset = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
-        if isinstance(dataset, IterableDataset):
-            dataset = check_learned(dataset, cut_to)
+            tokenized = super()._prepare_dataset(
+                dataset, processing_class, whole, False, formatting_func, dataset_name
+            )
+        if isinstance(tokenized, IterableDataset):
+            tokenized = check_learned(tokenized, cut_to)
         elif cut_to is not None:
             with args.main_process_first():  # the other processes find its count in the cache
-                check_cut(dataset_name, dataset, cut_to, args.dataset_num_proc)
-        return super()._prepare_dataset(dataset, processing_class, args, packing, None, dataset_name)
+                check_cut(dataset_name, tokenized, cut_to, args.dataset_num_proc)
+        return super()._prepare_dataset(tokenized, processing_class, args, packing, None, dataset_name)
 
     # The evaluation of plain text
 

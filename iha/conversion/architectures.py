@@ -115,9 +115,10 @@ def check_known(entries: dict, known: set[str]) -> None:
     if entries.get("quantization_config"):
         raise UserError("The weights of the source are quantized: convert the checkpoint from which they were made.")
     for field, value in entries.items():
-        # An extension that is switched off changes nothing, but is_causal=False takes the causal mask away.
-        is_off = value is not False if field == "is_causal" else not value
-        if not is_off and field not in known and not field.startswith("_"):
+        is_set = bool(value)  # an extension that is switched off changes nothing
+        if field == "is_causal":
+            is_set = value is False  # which takes the causal mask away
+        if is_set and field not in known and not field.startswith("_"):
             advice = "If it does not change the model's output, remove it from config.json"
             raise UserError(f"The source config sets {field}={value!r}, which no conversion here knows. {advice}.")
 
