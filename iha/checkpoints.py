@@ -29,7 +29,6 @@ from transformers.utils import (
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
     cached_file,
-    logging,
 )
 from transformers.utils.hub import extract_commit_hash, get_checkpoint_shard_files
 
@@ -60,20 +59,16 @@ _ADVICE = {
 
 @contextmanager
 def _reporting(what: str) -> Iterator[None]:
-    """Turn any exception of the block into a `UserError` that says `what` and why, and silence Transformers' warnings.
+    """Turn any exception of the block into a `UserError` that says `what` and why.
 
     The type of the exception depends on the library that reads a damaged checkpoint.
     """
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
     try:
         yield
     except Exception as error:
         text = one_line(error)
         reason = next((ours for word, ours in _ADVICE.items() if word in text), text)
         raise UserError(f"{what}: {reason}") from error
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 def load_config(source: Source) -> Any:
