@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 
 from iha.errors import UserError, one_line
 from modeling_iha import IHAConfig
-from modeling_iha.modeling_interleaved import backbone_of, interleaved_class, register_models
+from modeling_iha.modeling_interleaved import backbone_of, interleaved_config_class, register_models
 from modeling_iha.score_matrix import ScoreMatrixAttention
 from modeling_iha.virtual_tokens import View
 
@@ -48,7 +48,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     fields = text.to_dict()
     names = fields["interleaved_layers"]
     fields["interleaved_layers"] = {name.removeprefix("language_model."): names[name] for name in names}
-    config_class: Any = interleaved_class(base)
+    config_class: Any = interleaved_config_class(base)
     return config_class.from_dict(fields)
 
 

@@ -12,7 +12,6 @@ import sys
 from functools import cache as keep_results
 from functools import partial
 from inspect import signature
-from typing import Any
 
 from .transformers_versions import CACHE
 
@@ -232,7 +231,7 @@ def take_classes(model: PreTrainedModel) -> None:
     base = type(config)
     register_models(base)  # for `from_config` of the Auto classes
     model.__class__ = interleaved_class(type(model), base)
-    config.__class__ = interleaved_class(base)
+    config.__class__ = interleaved_config_class(base)
     if config.architectures:
         config.architectures = [f"Interleaved{name}" for name in config.architectures]
 
@@ -377,17 +376,19 @@ def interleaved_name(base: type, config: type | None = None) -> str:
 
 
 @keep_results
-def interleaved_class(base: type, config: type[PreTrainedConfig] | None = None) -> type:
-    """Return the class `InterleavedX` of a class X of Transformers, a model or a configuration.
+def interleaved_config_class(base: type[PreTrainedConfig]) -> type:
+    """Return the class `InterleavedXConfig` of a class of configurations of Transformers."""
+    made = type(interleaved_name(base), (ConfigMixin, base), {"__module__": __name__})
+    return strict(made)  # it collects the validators anew
+
+
+@keep_results
+def interleaved_class(base: type[PreTrainedModel], config: type[PreTrainedConfig]) -> type:
+    """Return the class `InterleavedX` of a class X of models of Transformers.
 
     `InterleavedX_of_Y` has a configuration class Y, `config`, that is not X's own: InternLM3 uses Llama's models."""
-    fields: dict[str, Any] = {"__module__": __name__}
-    if issubclass(base, PreTrainedConfig):
-        return strict(type(interleaved_name(base), (ConfigMixin, base), fields))  # it collects the validators anew
-    if config is None:
-        return interleaved_class(base, base.config_class)
-    fields["config_class"] = interleaved_class(config)
-    fields["_auto_class"] = next((auto for auto, model in tasks(config).items() if model is base), None)
+    auto_class = next((auto for auto, model in tasks(config).items() if model is base), None)
+    fields = {"config_class": interleaved_config_class(config), "_auto_class": auto_class, "__module__": __name__}
     # Trainer's label smoothing and pipelines look up the class's name in these mappings, and no public function adds
     # an entry. A second copy of this code writes the same entries.
     for names in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES):
@@ -411,7 +412,8 @@ def register_models(config_class: type[PreTrainedConfig]) -> None:
     """Let the Auto classes build the models of an interleaved configuration; generic task heads need this."""
     for name, model in tasks(config_class).items():
         auto_class = getattr(transformers, name)
-        auto_class.register(interleaved_class(config_class), interleaved_class(model, config_class), exist_ok=True)
+        of_config, of_model = interleaved_config_class(config_class), interleaved_class(model, config_class)
+        auto_class.register(of_config, of_model, exist_ok=True)
 
 
 def __getattr__(name: str) -> type:
@@ -421,7 +423,7 @@ def __getattr__(name: str) -> type:
         raise AttributeError(f"{__name__} has no attribute {name}.")
     if issubclass(base, PreTrainedConfig):
         register_models(base)
-        return interleaved_class(base)
+        return interleaved_config_class(base)
     config_name = name.partition("_of_")[2]
     config = getattr(transformers, config_name) if config_name else base.config_class
     register_models(config)

@@ -20,7 +20,7 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from .configuration_iha import OPTIONS_CLASSES, IHAConfig
 from .flop_matched_window import flop_matched_window
 from .modeling_iha import ATTENTION_CLASSES
-from .modeling_interleaved import MODEL_TYPE, interleaved_class, register_models, without_types
+from .modeling_interleaved import MODEL_TYPE, interleaved_config_class, register_models, without_types
 
 
 KIND_LISTS = ("modeling_iha.py", "configuration_iha.py")  # these name the files of every kind
@@ -201,5 +201,5 @@ class LocalInterleavedConfig(PreTrainedConfig):
                 "newer version may have it."
             )
         register_models(CONFIG_MAPPING[base])
-        own: Any = interleaved_class(CONFIG_MAPPING[base])
+        own: Any = interleaved_config_class(CONFIG_MAPPING[base])
         return own.from_dict(without_types(config_dict), **kwargs)

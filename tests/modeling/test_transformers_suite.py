@@ -29,7 +29,7 @@ from modeling_iha import (
     IHAForTokenClassification,
     IHAModel,
 )
-from modeling_iha.modeling_interleaved import interleaved_class
+from modeling_iha.modeling_interleaved import interleaved_class, interleaved_config_class
 
 
 pytest.importorskip("transformers_tests", reason="`python tests/fetch_transformers_tests.py` fetches them")
@@ -124,8 +124,8 @@ class IHAModelTester:
 
 
 class InterleavedModelTester(IHAModelTester):
-    base_model_class = interleaved_class(LlamaModel)
-    causal_lm_class = interleaved_class(LlamaForCausalLM)
+    base_model_class = interleaved_class(LlamaModel, LlamaConfig)
+    causal_lm_class = interleaved_class(LlamaForCausalLM, LlamaConfig)
 
     def get_config(self):
         fields = super().get_config().to_dict()
@@ -134,7 +134,7 @@ class InterleavedModelTester(IHAModelTester):
         layers = {f"layers.{index}.self_attn": [4, 2, 2] for index in range(self.num_hidden_layers)}
         mixing = {"num_pseudo_heads": 2, "pseudo_collapse": "per_head", "mixing_scale": 40.0}
         mixing |= {"interleaved_window": None, "virtual_heads": None}
-        return interleaved_class(LlamaConfig).from_dict(
+        return interleaved_config_class(LlamaConfig).from_dict(
             {**{name: fields[name] for name in names}, **mixing, "interleaved_layers": layers}
         )
 
@@ -191,7 +191,7 @@ class InterleavedSuite(InOneProcess, unittest.TestCase):
 
     make_tester = InterleavedModelTester
     all_model_classes = tuple(
-        interleaved_class(base)
+        interleaved_class(base, LlamaConfig)
         for base in (
             *(LlamaModel, LlamaForCausalLM, LlamaForSequenceClassification),
             *(LlamaForTokenClassification, LlamaForQuestionAnswering),
