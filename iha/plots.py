@@ -88,13 +88,6 @@ def dots(
         axes.set_xlim(low, high)
 
 
-def ticks(axes: Axes, axis: str, places: Sequence[float]) -> None:
-    """Put the ticks of the "x" or "y" axis at these places, as plain numbers."""
-    places = sorted(set(places))
-    axes.set(**{f"{axis}ticks": places, f"{axis}ticklabels": [f"{place:,}" for place in places]})
-    getattr(axes, f"{axis}axis").set_minor_locator(NullLocator())
-
-
 def plain_numbers(axes: Axes) -> None:
     """Write 0.5 and 2,000 on logarithmic axes, between the powers of ten too where there are few of these."""
     plain = FuncFormatter(lambda value, _: f"{value:,.10g}" if 1e-3 <= abs(value) < 1e5 else f"{value:.0e}")

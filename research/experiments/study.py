@@ -1,6 +1,5 @@
 """Share what studies do the same way: runs that are not repeated, intervals over seeds, tables and plots."""
 
-import argparse
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,14 +47,6 @@ class Study:
         _origins.clear()
         for path in (self.table, self.plot):
             check_output_file(path, replace=True)
-
-
-def begin(args: argparse.Namespace) -> Study:
-    """Return the study of its options, started. Raise `UserError`."""
-    usual = Path("outputs") / args.study
-    study = Study(args.study, args.command, args.output or usual, args.results or usual)
-    study.start()
-    return study
 
 
 # The origin of each run that the study of this process has made or read: runs of several commands share a table.

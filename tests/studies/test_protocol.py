@@ -1,4 +1,4 @@
-"""Test the protocol of comparisons, `research.compare`, and the study that is the example of others, recall."""
+"""Test the protocol of comparisons, and `research.compare`."""
 
 import io
 import json
@@ -9,7 +9,6 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from iha.errors import ROOT, UserError
 from iha.model_cost import parameters_of, passes_of_model
 from modeling_iha import IHAForCausalLM
 from research import compare
-from research.experiments import byte_models, protocol, recall
+from research.experiments import byte_models, protocol
 from research.experiments.arms import ARMS, BARE_ARMS, SIZES, Arm, Size, build, config_of
 from research.experiments.protocol import Plan
 
@@ -351,51 +350,3 @@ def test_each_pair_is_drawn_once_and_every_value_on_its_scale(comparison, tmp_pa
     [legend] = figure.legends
     assert [text.get_text() for text in legend.get_texts()][:2] == ["windows", "paired"]
     assert by_time.get_legend() is None and legend.get_window_extent().y1 <= by_time.get_tightbbox().y0
-
-
-# Recall
-
-
-def test_keys_that_were_listed_are_asked_and_their_answers_are_the_labels():
-    for pairs in (2, 3, 4):
-        rows, labels = recall.draw(3, pairs, 4, torch.Generator().manual_seed(0))
-        assert rows.shape == labels.shape == (3, recall.tokens_of(4))
-        for row, answers in zip(rows.unflatten(1, (-1, 2)).tolist(), labels.unflatten(1, (-1, 2)).tolist()):
-            values = dict(row[:pairs])
-            assert len(values) == pairs and answers[:pairs] == [[-100, -100]] * pairs
-            for (key, filler), answer in zip(row[pairs:], answers[pairs:], strict=True):
-                assert filler == recall.FILLER and answer == [values[key], -100]
-
-
-@pytest.mark.parametrize("name", recall.VARIANTS)
-def test_the_first_layer_of_a_recalling_model_sees_a_key_and_its_value(name):
-    config = recall.config_of(4, **recall.VARIANTS[name])
-    window = "full_attention" if name == "mha_global" else "sliding_attention"
-    assert config.layer_types == [window, "full_attention"]
-    assert config.sliding_window == (None if name == "mha_global" else 2)
-    kind = name.removesuffix("_global").removesuffix("_window").removesuffix("_shared").replace("wide", "mha")
-    assert config.attention_kinds == ([kind, "mha"] if name.endswith("_window") else ["mha", kind])
-
-
-def test_recall_averages_the_share_of_wrong_answers_over_a_run(monkeypatch):
-    _, labels = recall.draw(recall.HELD_OUT_ROWS, 4, 4, torch.Generator().manual_seed(3001))
-    wrong, right = torch.zeros_like(labels), labels.clamp_min(0)
-
-    def answers(tokens: torch.Tensor):
-        logits = torch.nn.functional.one_hot(tokens, 256).float()
-        return lambda rows, use_cache: SimpleNamespace(logits=logits)
-
-    def fit(model, loss, evaluate, *others):
-        return [[0, *evaluate(answers(wrong), 0)], [1, *evaluate(answers(right), 1)]], 1.0
-
-    monkeypatch.setattr(recall, "fit", fit)
-    assert recall.one_run(4, "mha", 0, 1e-3, 1.0)["curve"] == [[0, 1.0, 1.0], [1, 0.5, 0.0]]
-
-
-def test_recall_goes_on_where_it_stopped(run_protocol):
-    shape = {"hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 2}
-    # The rate is near the best one of so few steps: a short walk.
-    sizes = {"SHAPE": shape, "ROWS_PER_STEP": 2, "STEPS": 4, "EVALUATIONS": 2, "HELD_OUT_ROWS": 4, "FIRST_RATE": 4.096}
-    table, runs = run_protocol(recall, sizes, ["mha", "paired_heads"], changed={"EVALUATIONS": 1})
-    for row in table["rows"]:
-        assert row["wrong"]["values"] == [run["curve"][-1][1] for run in runs[row["variant"]]]

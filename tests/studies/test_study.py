@@ -8,7 +8,7 @@ import pytest
 from iha import plots
 from iha.errors import UserError
 from research.benchmarks import harness
-from research.experiments import byte_models, model_types, recall, study
+from research.experiments import byte_models, model_types, study
 from research.experiments.options import path_from_root
 
 
@@ -74,7 +74,6 @@ def test_a_recorded_command_names_no_place_of_this_machine(tmp_path):
 @pytest.mark.parametrize(
     ("module", "words", "expected"),
     [
-        (recall, ["--pairs", "1"], "--pairs 1: expected 2 to 36"),
         (model_types, ["--types", "llama", "lama"], "--types lama: expected names that docs/MODEL_TYPES.md lists"),
     ],
 )
