@@ -1,8 +1,7 @@
-"""Test the optimizer of examples/muon.py, and its comparison in small."""
+"""Test the optimizer of examples/muon.py."""
 
 from copy import deepcopy
 
-import pytest
 import torch
 
 from examples import muon
@@ -64,28 +63,3 @@ def test_two_optimizers_step_as_one_and_resume():
     trained(resumed, begun, schedule, 2, begin=2)
     for one, alone, again in zip(model.parameters(), apart.parameters(), resumed.parameters()):
         assert one.equal(alone) and one.equal(again)
-
-
-@pytest.mark.slow
-def test_a_comparison_goes_on_after_a_stop(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(muon, "PRESETS", {"tiny": {}})
-    monkeypatch.setattr(muon, "RATES", dict.fromkeys(muon.OPTIMIZERS, (1e-3, 1e-2)))
-    monkeypatch.setattr(muon, "SEEDS", (0, 1))
-    made, muon_of = [], muon.OPTIMIZERS["muon"]
-
-    def counted(model, rate):
-        made.append(rate)
-        if len(made) == 2:
-            raise KeyboardInterrupt
-        return muon_of(model, rate)
-
-    monkeypatch.setitem(muon.OPTIMIZERS, "muon", counted)
-    (tmp_path / "text.txt").write_text("All that glisters is not gold. " * 400)
-    with pytest.raises(KeyboardInterrupt):
-        muon.compare(tmp_path / "text.txt", tmp_path / "out", 2)
-    table = muon.compare(tmp_path / "text.txt", tmp_path / "out", 2)
-    assert made[:3] == [1e-3, 1e-2, 1e-2] and len(made) == 5  # two rates, one of them again, and two seeds
-    assert table.count("| tiny |") == 3 and "at the edge of the rates" in table and "muon - adamw" in table
-    printed = capsys.readouterr().out
-    assert muon.compare(tmp_path / "text.txt", tmp_path / "out", 2) == table and len(made) == 5
-    assert "tiny-muon-0.01-100-2: " in printed
