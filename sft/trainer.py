@@ -25,7 +25,6 @@ from sft.checkpoints import RECORD, WholeCheckpoints
 from sft.distributed import whole_model
 from sft.log_figures import CountTokens, LogMixing, mixes_heads
 from sft.row_sources import splits_long_rows
-from sft.shared_cores import WatchCores
 
 
 class NotFiniteError(UserError):
@@ -78,7 +77,6 @@ class SFTRecipeTrainer(SFTTrainer):
         self.finite = StopAtNaN(self.accelerator)
         self.add_callback(self.finite)
         self.add_callback(WholeCheckpoints(self.accelerator, self.args.save_total_limit))
-        self.add_callback(WatchCores())
         self.args.save_total_limit = None  # Trainer would remove a checkpoint before the next one is whole
         # These must be the first callbacks, so that the others print and report what they add.
         self.count_tokens = CountTokens()

@@ -25,7 +25,7 @@ from iha.errors import ROOT, UserError, run_cli
 from iha.files import sole_writer
 from iha.hub.checkpoint_checks import checkpoint_files
 from iha.sources import find_source
-from sft import make_model, results, shared_cores, train
+from sft import make_model, results, train
 from sft.arguments import RecipeParser
 from sft.checkpoints import RECORD, clear_later_checkpoints, newest_whole_checkpoint
 from sft.log_figures import CountTokens
@@ -551,23 +551,6 @@ def test_the_time_that_is_left_is_logged(monkeypatch):
         counter.on_log(SimpleNamespace(device=torch.device("cpu")), state, None, logs=each)
     assert all(0 < each["peak_memory_gb"] < 1000 for each in logs)
     assert [each["minutes_left"] for each in logs] == [9 * 20 / 60, round(7 * 25 / 60, 1)]
-
-
-@pytest.mark.parametrize(
-    ("others", "threads", "is_said"), [(1.9, 2, True), (0.1, 2, False), (1.9, 1, False), (1.0, 2, True)]
-)
-def test_other_processes_on_the_cores_are_said(others, threads, is_said, monkeypatch, capsys):
-    """Watch two cores for two seconds and a bit, of which this process has one."""
-    times = iter([(10.0, 50.0, 7.0), (11.0, 52.0, 8.0), (12.5, 52.5 + 2.5 * others, 9.5)])
-    monkeypatch.setattr(shared_cores, "_times", lambda: next(times))
-    monkeypatch.setattr(shared_cores.psutil, "cpu_count", lambda: 2)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    args, watch = SimpleNamespace(device=torch.device("cpu"), world_size=1), shared_cores.WatchCores()
-    watch.on_train_begin(args, None, None)
-    for _ in range(4):
-        watch.on_step_end(args, None, None)
-    said = f"Note: other processes use {others:.1f} of 2 cores, and this run has 2 threads"
-    assert capsys.readouterr().out.startswith(said) == is_said
 
 
 def test_a_loss_that_is_not_plain_has_no_bits_per_byte(tmp_path):
