@@ -100,7 +100,7 @@ def attend_on_core(core: str, num_pseudo_heads: int, module: nn.Module, *args, *
 
 
 class LayerMasks(BlockMask):
-    """Hold the `BlockMask` of interleaved layers, as which it counts, and that of the others."""
+    """Be the `BlockMask` of interleaved layers, and hold that of the others."""
 
     def __init__(self, of_interleaved: BlockMask, of_others: BlockMask):
         for name, value in vars(of_interleaved).items():  # the arguments of its `__init__` depend on the version
@@ -140,7 +140,7 @@ def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: 
 
 
 def has_other_modules(config: PreTrainedConfig) -> bool:
-    """Return whether a decoder may have attention modules that are not interleaved, such as those of an encoder."""
+    """Return whether a decoder may have attention modules that are not interleaved: layers, or cross-attention."""
     is_partly_interleaved = len(config.interleaved_layers) < config.num_hidden_layers
     return is_partly_interleaved or getattr(config, "add_cross_attention", False)
 
@@ -181,8 +181,7 @@ def mask_of_cached_keys(mask: Any, config: PreTrainedConfig, num_tokens: int, nu
     The base knows nothing of this window, and makes masks for all cached tokens. This layer's cache keeps W of them,
     and returns these before the N new ones.
 
-    Raise a RuntimeError if keys of the window are missing, as the base does by the shape of its mask: a crop of the
-    cache may have taken them."""
+    Raise a RuntimeError if the mask tells that keys of the window are missing, as after a crop of the cache."""
     if not isinstance(mask, torch.Tensor):
         return mask
     size = 1 if mask.ndim == 2 else config.num_pseudo_heads
@@ -270,7 +269,7 @@ def arguments_for_layers(
     """Return the keyword arguments that tell all layers what a call declares, without dense masks if they can.
 
     Packed documents are kept apart, or raise a ValueError. For a base with windows `prepare_call` makes the cache, so
-    that one is given unless the call has use_cache=False.
+    the last column applies unless use_cache=False.
 
         `how_decoder_separates`    no cache      the base makes one    one is given
         "bounds"                   kept apart    kept apart            ValueError

@@ -3,9 +3,10 @@
 
 Algorithm 1 of IHA (arXiv:2602.21371) has five steps. Step 1 projects to heads, step 2 mixes them into pseudo-heads
 (by alpha), step 3 interleaves these as virtual tokens, step 4 attends over virtual tokens (virtual_tokens.py, which
-lists the symbols of shapes), and step 5 collapses the P outputs of a token (by R). T_p rotates pseudo-head p by p
-positions further than its token (RoPE). `rotation` has its tables in an `IHAModel` (models with a mechanism for each
-layer). It is `None` where pseudo-heads share a position, as in every decoder of Transformers.
+lists the symbols of shapes), and step 5 collapses the P outputs of a token (by R).
+
+`rotation` is `None` in every decoder of Transformers, where pseudo-heads share a position. In an `IHAModel` (a model
+with a mechanism for each layer) it has the RoPE tables of T_p, which rotates pseudo-head p by p positions more.
 """
 
 from typing import Any, NamedTuple

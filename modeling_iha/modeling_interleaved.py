@@ -286,8 +286,8 @@ def remove_heads(model: PreTrainedModel) -> None:
 def use_virtual_core(model: PreTrainedModel) -> None:
     """Let the decoder attend over virtual tokens, on the attention function that its configuration names.
 
-    For "sdpa" this is `sdpa_in_blocks` if the decoder hands its windows to attention functions, because flat masks do
-    not hold them. Decoders that support FlashAttention do so, unless `interleave_heads` has found otherwise.
+    A flat mask holds no window, so "sdpa" becomes `sdpa_in_blocks` only if the decoder hands its windows on. Decoders
+    that support FlashAttention do, unless `interleave_heads` has found otherwise.
     Configurations have no public setter for a part of a model: this sets the field of Transformers."""
     config = decoder_config(model)
     core = implementation_of_user(config._attn_implementation)

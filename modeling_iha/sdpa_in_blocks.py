@@ -9,8 +9,8 @@ As FlashAttention, the function needs no mask with an entry for each pair of tok
     max_length_q      tokens of the longest document
     document_lengths  tokens of each document, where a GPU computes one after the other
 
-Unlike in FlashAttention, several queries under a flat mask are the first keys. (`needs_no_dense_mask` leaves tokens
-after cached ones to dense masks.) Each document is computed by itself, and a window in blocks of queries with the keys
+Under a flat mask query v is at key v, where FlashAttention aligns the ends. (`needs_no_dense_mask` leaves tokens after
+cached ones to dense masks.) Each document is computed by itself, and a window in blocks of queries with the keys
 that they reach. In half precision a GPU takes PyTorch's FlashAttention for both. SDPA gets the dense masks that
 Transformers makes for everything else.
 """
@@ -56,8 +56,8 @@ class Call(NamedTuple):
     padding: torch.Tensor | None = None  # [rows, cached + N], 0 for padding; longer next to a cache
     dense: torch.Tensor | None = None  # a user's mask [rows or 1, heads or 1, N, cached + N], in place of all these
     positions: torch.Tensor | None = None  # [rows or 1, N], only where documents would be kept apart
-    # Where the documents of all rows begin, and the end, int32 [documents + 1]. Runs of padding are documents too. If
-    # there are documents, no token sees padding, and layers ignore `padding`.
+    # Where the documents of all rows begin, and the end, int32 [documents + 1]. Runs of padding are documents too, so
+    # with documents no real token sees padding, and layers ignore `padding`.
     documents: torch.Tensor | None = None
     longest: int | None = None  # tokens of the longest document, unless the caller has given the documents
     sizes: tuple[int, ...] | None = None  # tokens of each document, where a GPU computes one after the other
@@ -184,7 +184,7 @@ def read_rows_of_one_document(
     if position_ids is None and (call.padding is None or backend.separates_documents_by != "bounds"):
         return call
     if has_unknown_values(call.padding if position_ids is None else position_ids):
-        if call.padding is None and not position_ids.is_meta:  # with neither, this function has returned above
+        if call.padding is None and not position_ids.is_meta:  # `position_ids` is given here
             raise ValueError(UNKNOWN_DOCUMENTS)
         return call
     past = 0 if cache is None else int(cache.get_seq_length())
@@ -200,9 +200,9 @@ def read_rows_of_one_document(
         return call
     if has_flash_attention(backend.device, backend.dtype) and not is_real.all():
         return with_runs(call, backend, is_real)
-    # No token sees the padding behind it, so that right padding hides nothing.
-    is_behind_padding = is_real[:, 1:] & ~is_real[:, :-1]
-    return call if is_behind_padding.any() else with_a_document_for_each_row(call, backend)
+    # Right padding needs no mask: it comes after all real tokens.
+    follows_padding = is_real[:, 1:] & ~is_real[:, :-1]
+    return call if follows_padding.any() else with_a_document_for_each_row(call, backend)
 
 
 def positions_of_real_tokens(
@@ -238,7 +238,7 @@ def with_a_document_for_each_row(call: Call, backend: Backend) -> Call:
 
 
 def sizes_for(backend: Backend, bounds: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the tokens of each document where a GPU computes one after the other: each layer would wait for them."""
+    """Return the tokens of each document where a GPU computes one after the other, so that no layer waits for them."""
     is_split = backend.separates_documents_by == "bounds" and not has_flash_attention(backend.device, backend.dtype)
     if not is_split or backend.device.type == "cpu" or has_unknown_values(bounds):
         return None

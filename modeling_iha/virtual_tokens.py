@@ -147,7 +147,7 @@ def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head,
 
 
 def token_before_sees(sees_token: Callable, batch, head, query, key) -> torch.Tensor:
-    """Return whether the token before a query sees a key, if both are of the query's document, by places of tokens."""
+    """Return whether the token before a query is of the query's document and sees a key, by places of tokens."""
     is_in_document = sees_token(batch, head, query, query - 1)  # false where a document begins
     is_earlier = key < query  # the first query would look up the token before at -1, which is the last one
     return is_in_document & sees_token(batch, head, query - 1, key) & is_earlier
