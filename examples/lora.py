@@ -3,7 +3,12 @@
 example: python examples/lora.py HuggingFaceTB/SmolLM2-135M-Instruct trl-lib/Capybara smollm2-adapter --max_steps 100
 """
 
+import sys
 from argparse import ArgumentParser
+from pathlib import Path
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds neither the checkout nor `sft`
 
 import torch
 from peft import LoraConfig
@@ -38,5 +43,5 @@ trainer.train()
 save_adapter(trainer.model, args.out)  # the adapters and the mixing, without the base
 write_adapter_card(args.out, args.model)
 
-loaded = load_adapter(AutoModelForCausalLM.from_pretrained(args.model), args.out)
+loaded = load_adapter(AutoModelForCausalLM.from_pretrained(args.model, dtype="float32"), args.out)
 print(f"{loaded.get_nb_trainable_parameters()[1]:,} parameters with the base: {args.out}")

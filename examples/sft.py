@@ -3,7 +3,12 @@
 example: python examples/sft.py HuggingFaceTB/SmolLM2-135M-Instruct trl-lib/Capybara smollm2-tuned --max_steps 100
 """
 
+import sys
 from argparse import ArgumentParser
+from pathlib import Path
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds neither the checkout nor `sft`
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -17,7 +17,10 @@ from iha.presets import preset_names
 
 
 # Keys of TRL and Transformers that a run does not take, and why: they would have no effect, or a silent one.
-_PUSH_KEYS = ("push_to_hub", "hub_model_id", "hub_strategy", "hub_always_push", "hub_private_repo", "hub_revision")
+_PUSH_KEYS = (
+    *("push_to_hub", "hub_model_id", "hub_strategy", "hub_always_push", "hub_private_repo", "hub_revision"),
+    "hub_token",
+)
 _OTHER_START = "the run loads model_name_or_path as it is"
 NOT_TAKEN = {
     **dict.fromkeys(_PUSH_KEYS, "to publish the result, use iha push"),

@@ -309,7 +309,8 @@ def split_rows(rows: Dataset, run: RunArguments, args: SFTConfig) -> tuple[Datas
     left.
     """
     size = run.eval_size if run.eval_size < 1 else int(run.eval_size)
-    with refusing(f"eval_size={run.eval_size:g} is too large for {len(rows)} rows: lower it", ValueError):
+    advice = "lower it, or name other rows as eval_dataset_name"
+    with refusing(f"eval_size={run.eval_size:g} is too large for {len(rows)} rows: {advice}", ValueError):
         parts = rows.train_test_split(test_size=size, seed=args.seed)
     asked = {question_of(row) for row in parts["test"]}
     with args.main_process_first():

@@ -68,7 +68,7 @@ def make_record(data: RunData, start: Start, run: RunArguments, args: SFTConfig)
     if run.eval_dataset_name and data.held_out is not None:
         held_out = identify_data(data.held_out.name, data.held_out.config)
     # `to_dict` masks what may be a password, and takes the names of special tokens for one.
-    keys = asdict(run) | args.to_dict() | {"eos_token": args.eos_token}
+    keys = asdict(run) | args.to_dict() | {"eos_token": args.eos_token, "pad_token": args.pad_token}
     recipe = {name: value for name, value in keys.items() if name not in _UNRECORDED}
     template = run.chat_template
     recipe["chat_template"] = None if template is None else hashlib.sha256(template.encode()).hexdigest()

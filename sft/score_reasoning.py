@@ -35,6 +35,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=expanded, help="also write the result, replies included, to this file")
     args = parser.parse_args(argv)
+    if args.batch_size < 1:
+        raise UserError(f"--batch-size {args.batch_size}: expected at least 1.")
     if args.json is not None:
         check_output_file(args.json)
     for file in args.data:

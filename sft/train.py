@@ -248,19 +248,22 @@ def write_adapter(trainer: SFTRecipeTrainer, model: PeftModel, run: RunArguments
     """Write the adapter of a quantised base, into whose rounded weights it is not merged."""
     output = Path(trainer.args.output_dir)
     base = run.model_name_or_path
+    load, options = "PeftModel.from_pretrained", "dtype='float32'"
     with new_directory(output / FINAL) as directory:
-        load = "PeftModel.from_pretrained"
         if is_interleaved(model.config):
             load = "load_adapter"
             save_adapter(model, directory)
             write_adapter_card(directory, base, name_of_place(output / FINAL))
         else:
             model.save_pretrained(directory)
+            (directory / "README.md").unlink(missing_ok=True)  # PEFT's, which has nothing but blanks
+            if is_ours(model.config):
+                options += ", trust_remote_code=True"
         trainer.processing_class.save_pretrained(directory)
     print(
         f"Final adapter: {output / FINAL}\nCurves:        loss.json and curves.png next to it\n"
-        f"To merge it into the base in full precision: {load}(AutoModelForCausalLM.from_pretrained({base!r}), "
-        f"{str(output / FINAL)!r}).merge_and_unload()"
+        f"To merge it into the base in full precision: {load}(AutoModelForCausalLM.from_pretrained({base!r}, "
+        f"{options}), {str(output / FINAL)!r}).merge_and_unload()"
     )
 
 

@@ -4,6 +4,7 @@ import argparse
 import ast
 import inspect
 import json
+import os
 import re
 import runpy
 import shlex
@@ -308,6 +309,14 @@ def test_an_example_trains_on_a_file_or_a_folder_and_loads_what_it_saved(name, f
     if name == "lora":
         card = (tmp_path / "out" / "README.md").read_text()
         assert "LoRA adapters of base, trained with interleaved heads" in card and "None" not in card
+
+
+@pytest.mark.parametrize("name", ["sft", pytest.param("lora", marks=pytest.mark.slow)])
+def test_an_example_starts_as_a_script(name, tmp_path):
+    """Python looks in the directory of a script first, and the package is installed without `sft`."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    words = [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--help"]
+    subprocess.run(words, cwd=tmp_path, env=environment, check=True, capture_output=True)
 
 
 def test_the_example_from_scratch_goes_on_and_draws_its_losses(tmp_path, monkeypatch):

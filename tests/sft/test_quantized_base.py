@@ -68,15 +68,18 @@ def test_the_adapter_of_a_quantized_base_merges_into_the_whole_base(key, rows_fi
     assert (merged - plain).norm() > 0.3 * plain.norm()
 
 
-def test_the_recipe_of_4_bits_trains(rows_file, tmp_path):
-    """Take two steps in bfloat16, with the mixing in float32."""
-    saved(decoder("llama", **WIDTHS), tmp_path / "plain")
+def test_the_recipe_of_4_bits_trains(rows_file, tmp_path, capsys):
+    """Take two steps in bfloat16, with the mixing in float32, and merge as the run says."""
+    saved(decoder("llama", **WIDTHS).bfloat16(), tmp_path / "plain")
     steps = {"max_steps": 2, "eval_steps": 2}
     words = sizes(str(tmp_path / "plain"), rows_file, tmp_path / "run", **steps)
     train.main(["--config", recipe("qlora"), *words])
     adapter = load_file(tmp_path / "run" / "final" / "adapter_model.safetensors")
     moved = [value for name, value in adapter.items() if name.endswith("q_mix.weight")]
     assert len(moved) == 2 and all(value.dtype == torch.float32 and value.any() for value in moved)
+    said = capsys.readouterr().out.rpartition("in full precision: ")[2]
+    merged = eval(said, {"load_adapter": load_adapter, "AutoModelForCausalLM": AutoModelForCausalLM})
+    assert merged.dtype == torch.float32
 
 
 def test_a_run_on_4_bits_resumes_and_needs_adapters(rows_file, tmp_path):
