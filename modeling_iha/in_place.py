@@ -356,8 +356,9 @@ def _choose(calls: dict, layers: Iterable[int] | str | None, model: PreTrainedMo
     elif layers == "paper":
         chosen = paper_layers(indices)
     else:
-        chosen = list(layers)
-    if not chosen or not set(chosen) <= set(indices):
+        chosen = list(layers) if isinstance(layers, Iterable) else []
+    has_flags = any(isinstance(each, bool) for each in chosen)  # True would be layer 1
+    if not chosen or has_flags or not set(chosen) <= set(indices):
         raise ValueError(
             f'layers is {layers!r}: expected "paper", None, or some of the attention layers {indices} of '
             f"{model.config.model_type}."

@@ -198,11 +198,13 @@ def read_rows_of_one_document(
         raise ValueError(JOINED_DOCUMENTS + hint_of_prefix(call, past))
     if backend.separates_documents_by != "bounds" or past > 0:
         return call
-    if has_flash_attention(backend.device, backend.dtype) and not is_real.all():
-        return with_runs(call, backend, is_real)
-    # Right padding needs no mask: it comes after all real tokens.
-    follows_padding = is_real[:, 1:] & ~is_real[:, :-1]
-    return call if follows_padding.any() else with_a_document_for_each_row(call, backend)
+    if is_real.all():
+        return with_a_document_for_each_row(call, backend)
+    # After a prompt with right padding `generate` reads what padding sees: the real tokens before it, and no padding.
+    is_read = not torch.is_grad_enabled() and not is_real[:, -1].all()
+    if is_read or not has_flash_attention(backend.device, backend.dtype):
+        return call
+    return with_runs(call, backend, is_real)
 
 
 def positions_of_real_tokens(

@@ -42,15 +42,35 @@ def inputs_of(call):
 
 
 @pytest.mark.parametrize("name", ["iha", "interleaved", "some interleaved"])
-def test_a_mask_that_hides_nothing_costs_nothing(name, monkeypatch):
-    """Only padding that tokens see adds features to heads."""
+def test_a_mask_of_ones_costs_nothing(name, monkeypatch):
+    """Only padding adds features to heads."""
     model, calls = WAYS[name](WINDOW), []
     hide = sdpa_in_blocks.hide_padding
     monkeypatch.setattr(sdpa_in_blocks, "hide_padding", lambda *args: calls.append(1) or hide(*args))
     for call in CALLS:
         calls.clear()
         model(**inputs_of(call))
-        assert bool(calls) == (call in ("left padding", "hole"))
+        assert bool(calls) == ("padding" in call or call == "hole")
+
+
+@torch.no_grad()
+def test_after_a_right_padded_prompt_generation_goes_on_as_in_the_base():
+    """Compare what the padding of the prompt sees, from which `generate` takes the first token."""
+    base = decoder("llama").eval()
+    model = interleave_heads(copy.deepcopy(base), 2)
+    assert_close(model(**inputs_of("right padding")).logits, base(**inputs_of("right padding")).logits)
+
+
+@pytest.mark.parametrize("name", ["left padding", "right padding"])
+def test_padding_is_a_document_where_nobody_reads_its_output(name, monkeypatch):
+    monkeypatch.setattr(sdpa_in_blocks, "has_flash_attention", lambda device, dtype: True)
+    backend = sdpa_in_blocks.Backend(sdpa_in_blocks.NAME, torch.device("cpu"), torch.bfloat16, "bounds")
+    call = inputs_of(name)
+    arguments = backend, call["input_ids"], call["attention_mask"], call.get("position_ids"), None
+    assert sdpa_in_blocks.read_call(*arguments).documents is not None
+    with torch.no_grad():
+        documents = sdpa_in_blocks.read_call(*arguments).documents
+    assert (documents is None) == (name == "right padding")
 
 
 @pytest.mark.parametrize("core", ["eager", "sdpa"])

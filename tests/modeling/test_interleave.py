@@ -274,6 +274,8 @@ BOTH_REJECT = [
     (llama, {"num_pseudo_heads": 1}, "expected an integer of at least 2"),
     (llama, {"num_pseudo_heads": "2"}, "is '2': expected an integer of at least 2"),
     (llama, {"layers": "papr"}, "layers is 'papr': expected"),
+    (llama, {"layers": 1}, "layers is 1: expected"),
+    (llama, {"layers": [True, False]}, "layers is .True, False.: expected"),
     (llama, {"layers": [3]}, r"some of the attention layers \[0, 1, 2\] of llama"),
     (llama, {"layers": []}, "some of the attention layers"),
     (llama, {"sliding_window": 1}, "at least 2 tokens"),
