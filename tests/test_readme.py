@@ -319,14 +319,6 @@ def test_an_example_starts_as_a_script(name, tmp_path):
     subprocess.run(words, cwd=tmp_path, env=environment, check=True, capture_output=True)
 
 
-@pytest.mark.parametrize("name", ["sft", pytest.param("lora", marks=pytest.mark.slow)])
-def test_an_example_starts_as_a_script(name, tmp_path):
-    """Python looks in the directory of a script first, and the package is installed without `sft`."""
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    words = [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--help"]
-    subprocess.run(words, cwd=tmp_path, env=environment, check=True, capture_output=True)
-
-
 def test_the_example_from_scratch_goes_on_and_draws_its_losses(tmp_path, monkeypatch):
     path, counted, training_step = ROOT / "examples" / "from_scratch.py", [], Trainer.training_step
     step = lambda self, *args, **others: counted.append(1) or training_step(self, *args, **others)  # noqa: E731
