@@ -30,7 +30,7 @@ from .modeling_interleaved import (
     detach_virtual_heads,
     interleaved_attention,
     is_mixing,
-    tasks,
+    models_by_auto_class,
 )
 from .probes import AttentionCall, check_same, examine
 
@@ -262,7 +262,7 @@ def _make_own_config(model: PreTrainedModel) -> None:
 
     Models that were built from one object share it, and an EncoderDecoderModel gives its decoder a second one. A model
     without a head may be a part of a larger model, which has to read the same object: it keeps the shared one."""
-    if tasks(type(model.config)).get("AutoModel") is type(model):
+    if models_by_auto_class(type(model.config)).get("AutoModel") is type(model):
         return
     copies: dict = {}  # the memo of `deepcopy`: from the id of each configuration to its copy
     own = copy.deepcopy(model.config, copies)
@@ -323,7 +323,7 @@ def _check_model(model: PreTrainedModel) -> None:
             f"{config.model_type} has an encoder, and interleaving is defined for causal self-attention alone: pass a "
             "decoder, such as AutoModelForCausalLM loads."
         )
-    if type(model) not in tasks(type(config)).values():
+    if type(model) not in models_by_auto_class(type(config)).values():
         raise ValueError(
             f"{type(model).__name__} is not a class that Transformers' Auto classes load as a decoder: a saved "
             "checkpoint could not be loaded."

@@ -10,8 +10,8 @@ An `attention_mask` goes through these stages:
 
     1. A user gives [batch, K] in tokens, or [batch, heads, N, K].
     2. `interleaved_mask` makes one mask for all layers. It is flat, which is `None` or [batch, K] in tokens; or dense
-       over virtual tokens, which is [batch, 1, N * P, K * P], or two of these along the heads: that of the other
-       modules, then that of the interleaved ones. For FlexAttention it is a `BlockMask` or `LayerMasks`.
+       over virtual tokens, which is [batch, 1 or heads, N * P, K * P], or two of these along the heads: that of the
+       other modules, then that of the interleaved ones. For FlexAttention it is a `BlockMask` or `LayerMasks`.
     3. `mask_of_interleaved_module` or `mask_of_plain_module` selects what a module needs of it.
     4. The core gets a mask over the tokens or virtual tokens that it attends to (`virtual_attention`).
 """
@@ -54,7 +54,8 @@ from .virtual_tokens import (
 )
 
 
-UNREAD = ("position_ids", "cu_seq_lens_k", "max_length_k")  # by `sdpa_in_blocks`: nobody need multiply them by P
+# Arguments that need no conversion to virtual tokens there
+UNREAD_BY_SDPA_IN_BLOCKS = ("position_ids", "cu_seq_lens_k", "max_length_k")
 
 
 def attend_interleaved(
@@ -65,7 +66,7 @@ def attend_interleaved(
     `core` is the attention function that computes it, such as "sdpa". The other arguments and the output are those of
     an attention function of Transformers, in tokens, but for a dense mask, which is over virtual tokens."""
     if core == SDPA_IN_BLOCKS:
-        kwargs = {name: value for name, value in kwargs.items() if name not in UNREAD}
+        kwargs = {name: value for name, value in kwargs.items() if name not in UNREAD_BY_SDPA_IN_BLOCKS}
     if not has_virtual_heads(module):
         mask = mask_of_plain_module(attention_mask, module, query.shape[2])
         return attend_on_core(core, 1, module, query, key, value, mask, **kwargs)
@@ -152,8 +153,10 @@ def has_two_masks(config: PreTrainedConfig) -> bool:
 
 def mask_of_interleaved_module(mask: Any, config: PreTrainedConfig) -> Any:
     """Return the mask of a module with virtual heads, from one of `interleaved_mask` or of `prepare_call`."""
-    is_dense = isinstance(mask, torch.Tensor) and mask.ndim == 4
-    return mask.chunk(2, dim=1)[1] if is_dense and has_two_masks(config) else mask
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 4 or not has_two_masks(config):
+        return mask
+    _, of_interleaved = mask.chunk(2, dim=1)
+    return of_interleaved
 
 
 def mask_of_plain_module(mask: Any, module: nn.Module, num_tokens: int) -> Any:
@@ -169,7 +172,7 @@ def mask_of_plain_module(mask: Any, module: nn.Module, num_tokens: int) -> Any:
     if is_over_tokens:
         return mask
     if has_two_masks(module.config):
-        mask = mask.chunk(2, dim=1)[0]
+        mask, _ = mask.chunk(2, dim=1)
     # The last pseudo-head of a query sees all of the tokens that the query sees.
     last = slice(num_pseudo_heads - 1, None, num_pseudo_heads)
     return mask[..., last, last]
@@ -213,7 +216,15 @@ def register_core(core: str) -> str:
     """Register attention and masks over virtual tokens on an attention function, and return their name.
 
     A second copy of this code, which a checkpoint may bring, registers its own functions in place of these. Both read
-    the same attributes, so either serves all models."""
+    the same attributes, so either serves all models.
+
+    Raise a ValueError for a function without a mask function: aligned at the first key, as SDPA is without a mask,
+    the P queries of a new token would not see the cached ones."""
+    if core not in ALL_MASK_ATTENTION_FUNCTIONS:
+        raise ValueError(
+            f"The attention function {core!r} has no mask function, which interleaved heads need: register one, such "
+            f"as AttentionMaskInterface.register({core!r}, transformers.masking_utils.sdpa_mask)."
+        )
     name = PREFIX + core.replace("/", "--")  # a "/" would name a kernel of the Hub
     AttentionInterface.register(name, partial(attend_interleaved, core))
     AttentionMaskInterface.register(name, partial(interleaved_mask, core))
@@ -250,13 +261,13 @@ def prepare_call(names: list[str], decoder: PreTrainedModel, args: tuple, kwargs
     tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
     if tokens is not None and is_of_user(kwargs.get("attention_mask"), tokens, config.num_pseudo_heads):
         kwargs |= arguments_for_layers(decoder, tokens, cache, base_makes_cache, kwargs)
-    return args[len(names) :], kwargs
+    return args[len(names) :], kwargs  # only a call with too many arguments has any left
 
 
 def is_of_user(mask: Any, tokens: torch.Tensor, num_pseudo_heads: int) -> bool:
     """Return whether a mask is a user's or none, and not one of `interleaved_mask`, which `generate` passes.
 
-    A dense one of ours has N * P rows, with P of at least 2, and a user's N."""
+    A dense one of ours has N * P rows, and a user's has N."""
     if mask is None:
         return True
     is_ours = isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[2] == tokens.shape[1] * num_pseudo_heads
@@ -290,7 +301,7 @@ def arguments_for_layers(
     if call.dense is not None:
         return {"attention_mask": dense_mask_of_user(call.dense, backend.core, config)}
     if call.documents is None or separates_documents_by != "bounds":
-        return {}
+        return {}  # masks and flash functions find documents themselves, and `read_call` has checked that they can
     found = call.keyword_arguments()
     if mask is None and cache is None:  # the base would look for documents too, and ask for a dense mask
         found["attention_mask"] = mask_without_padding(tokens)

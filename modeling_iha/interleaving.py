@@ -5,8 +5,9 @@ Algorithm 1 of IHA (arXiv:2602.21371) has five steps. Step 1 projects to heads, 
 (by alpha), step 3 interleaves these as virtual tokens, step 4 attends over virtual tokens (virtual_tokens.py, which
 lists the symbols of shapes), and step 5 collapses the P outputs of a token (by R).
 
-`rotation` is `None` in every decoder of Transformers, where pseudo-heads share a position. In an `IHAModel` (a model
-with a mechanism for each layer) it has the RoPE tables of T_p, which rotates pseudo-head p by p positions more.
+`rotation` is `None` in every decoder of Transformers, where pseudo-heads share a position. In an `IHAModel` (this
+package's own model, which may not be in this directory) it has the RoPE tables of T_p, which rotates pseudo-head p by
+p positions more.
 """
 
 from typing import Any, NamedTuple
@@ -16,11 +17,11 @@ from torch import nn
 from transformers.utils.generic import maybe_autocast
 
 from .mixing import Mixing
-from .sdpa_in_blocks import masked_softmax
 from .triton_kernels import DECODES_MIXED_HEADS, kernels_are_faster, kernels_decode, kernels_take
 from .triton_kernels import collapse as collapse_by_kernel
 from .triton_kernels import decode as decode_by_kernel
 from .triton_kernels import expand as expand_by_kernel
+from .virtual_tokens import masked_softmax
 
 
 class HeadMixing(Mixing):
@@ -95,7 +96,7 @@ class MixedHeads(NamedTuple):
 
     @classmethod
     def of_module(cls, module: nn.Module, states: torch.Tensor, rotation=None) -> "MixedHeads":
-        """Return the weights of a module. It calls its parts with states, because wrappers act on calls."""
+        """Return the weights of a module. Its parts do not use the states, but wrappers such as PEFT act on calls."""
         return cls(module.q_mix(states), module.k_mix(states), module.v_mix(states), module.collapse(states), rotation)
 
     @property
@@ -157,7 +158,7 @@ class MixedHeads(NamedTuple):
 
         The mask is boolean or additive, [batch or 1, H or 1, P, K * P] over virtual tokens."""
         if kernels_decode(query, DECODES_MIXED_HEADS):
-            return decode_by_kernel(query, key, value, mask, scaling, *self)
+            return decode_by_kernel(query, key, value, mask, scaling, **self._asdict())
         dtype = value.dtype
         heads_per_group = query.shape[1] // key.shape[1]
         k_mix = self.k_mix.to(dtype).permute(1, 2, 0).repeat_interleave(heads_per_group, dim=0)  # [H, P (j), G (m)]

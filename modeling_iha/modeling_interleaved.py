@@ -6,6 +6,9 @@ else: projections, RoPE, FFN. The classes here add what generation, saving and l
 
 They are made by name. `InterleavedLlamaForCausalLM` is the class (ModelMixin, LlamaForCausalLM), and its configuration
 `InterleavedLlamaConfig` is (ConfigMixin, LlamaConfig). config.json names them in `auto_map`.
+
+Read interleaving.py first, then virtual_tokens.py, interleaved_attention.py and sdpa_in_blocks.py. triton_kernels.py
+computes the same faster on a GPU.
 """
 
 import sys
@@ -23,7 +26,7 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.masking_utils import create_masks_for_generate
+from transformers.masking_utils import create_masks_for_generate as default_masks_for_generate
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
@@ -74,7 +77,7 @@ class ConfigMixin:
 
     def to_dict(self) -> dict:
         config_class = base_class(type(self))
-        models = tasks(config_class)
+        models = models_by_auto_class(config_class)
         file = __name__.split(".")[-1]
         auto_map = {"AutoConfig": f"{file}.{interleaved_name(config_class)}"}
         auto_map |= {auto: f"{file}.{interleaved_name(model, config_class)}" for auto, model in models.items()}
@@ -97,7 +100,7 @@ class ConfigMixin:
         """Save the configuration. Raise a ValueError if a plain model that holds the same object is being saved.
 
         Such a model is the part `model.model`. Transformers sets `architectures` to its class before it saves it."""
-        plain = tasks(base_class(type(self))).get("AutoModel")
+        plain = models_by_auto_class(base_class(type(self))).get("AutoModel")
         if plain is not None and self.architectures == [plain.__name__]:
             raise ValueError(
                 f"This {plain.__name__} would be saved by the configuration of a model with interleaved heads. If it "
@@ -131,7 +134,8 @@ def without_types(fields: dict) -> dict:
 class ModelMixin:
     """Give a model of Transformers virtual heads in the layers that its configuration lists."""
 
-    init_continuous_batching = is_backend_compatible = refuse_pages
+    init_continuous_batching = refuse_pages  # of `generate_batch`
+    is_backend_compatible = refuse_pages  # vLLM and SGLang ask for this
 
     def __init__(self, config: PreTrainedConfig, *args, **kwargs):
         check_no_tensor_parallelism(config)
@@ -170,7 +174,7 @@ class ModelMixin:
         For a prompt and for flash functions return the padding mask: the forward makes the rest."""
         if inputs_embeds.shape[1] > 1 or "flash" in decoder_config(self)._attn_implementation:
             return attention_mask
-        create_masks = getattr(super(), "create_masks_for_generate", create_masks_for_generate)
+        create_masks = getattr(super(), "create_masks_for_generate", default_masks_for_generate)
         return create_masks(config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)
 
     def save_pretrained(self, *args, **kwargs):
@@ -387,7 +391,7 @@ def interleaved_class(base: type[PreTrainedModel], config: type[PreTrainedConfig
     """Return the class `InterleavedX` of a class X of models of Transformers.
 
     `InterleavedX_of_Y` has a configuration class Y, `config`, that is not X's own: InternLM3 uses Llama's models."""
-    auto_class = next((auto for auto, model in tasks(config).items() if model is base), None)
+    auto_class = next((auto for auto, model in models_by_auto_class(config).items() if model is base), None)
     fields = {"config_class": interleaved_config_class(config), "_auto_class": auto_class, "__module__": __name__}
     # Trainer's label smoothing and pipelines look up the class's name in these mappings, and no public function adds
     # an entry. A second copy of this code writes the same entries.
@@ -402,7 +406,7 @@ def base_class(interleaved: type) -> type:
     return next(each for each in interleaved.__mro__ if each.__module__.startswith("transformers."))
 
 
-def tasks(config_class: type[PreTrainedConfig]) -> dict[str, type[PreTrainedModel]]:
+def models_by_auto_class(config_class: type[PreTrainedConfig]) -> dict[str, type[PreTrainedModel]]:
     """Return the models of Transformers for a class of configurations, by the names of their Auto classes."""
     models = {name: getattr(transformers, name)._model_mapping.get(config_class, None) for name in AUTO_CLASSES}
     return {name: model for name, model in models.items() if isinstance(model, type)}
@@ -410,7 +414,7 @@ def tasks(config_class: type[PreTrainedConfig]) -> dict[str, type[PreTrainedMode
 
 def register_models(config_class: type[PreTrainedConfig]) -> None:
     """Let the Auto classes build the models of an interleaved configuration; generic task heads need this."""
-    for name, model in tasks(config_class).items():
+    for name, model in models_by_auto_class(config_class).items():
         auto_class = getattr(transformers, name)
         of_config, of_model = interleaved_config_class(config_class), interleaved_class(model, config_class)
         auto_class.register(of_config, of_model, exist_ok=True)

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import torch
 from transformers.utils.generic import maybe_autocast
 
-from .sdpa_in_blocks import masked_softmax
 from .triton_kernels import DECODES_PAIRED_HEADS, kernels_decode
 from .triton_kernels import decode as decode_by_kernel
+from .virtual_tokens import masked_softmax
 
 
 @dataclass

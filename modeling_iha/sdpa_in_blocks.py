@@ -4,12 +4,12 @@
 As FlashAttention, the function needs no mask with an entry for each pair of tokens:
 
     attention_mask    `None`, or [batch, keys] for padding (flat)
-    sliding_window    a number: query v sees the keys u with v - sliding_window < u <= v
+    sliding_window    a number: query n sees the keys k with n - sliding_window < k <= n
     cu_seq_lens_q     where the documents of all rows begin, and the end, int32 [documents + 1]
     max_length_q      tokens of the longest document
     document_lengths  tokens of each document, where a GPU computes one after the other
 
-Under a flat mask query v is at key v, where FlashAttention aligns the ends. (`needs_no_dense_mask` leaves tokens after
+Under a flat mask query n is at key n, where FlashAttention aligns the ends. (`needs_no_dense_mask` leaves tokens after
 cached ones to dense masks.) Each document is computed by itself, and a window in blocks of queries with the keys
 that they reach. In half precision a GPU takes PyTorch's FlashAttention for both. SDPA gets the dense masks that
 Transformers makes for everything else.
@@ -235,7 +235,7 @@ def with_documents(call: Call, backend: Backend, begins: torch.Tensor) -> Call:
 
 
 def with_a_document_for_each_row(call: Call, backend: Backend) -> Call:
-    """Add the rows as documents. A mask of ones then costs nothing, because layers with documents read no mask."""
+    """Make each row a document, if no row has padding: `visibility_of_arguments` then drops bounds and mask."""
     return call._replace(documents=row_bounds(call.rows, call.tokens, backend.device), longest=call.tokens)
 
 
@@ -362,7 +362,7 @@ def sdpa_in_blocks(
     options = {"dropout": dropout, "scaling": scaling or query.shape[-1] ** -0.5}
     has_flat_mask = attention_mask is None or attention_mask.ndim == 2
     # Several queries come with a flat mask only if no key is cached before them (`needs_no_dense_mask`), so that query
-    # v is key v. The checks are in this order, because an export has dense masks, and comparing lengths would
+    # n is key n. The checks are in this order, because an export has dense masks, and comparing lengths would
     # specialize it.
     if has_flat_mask and length > 1 and key.shape[2] >= length and getattr(module, "is_causal", True):
         visibility = visibility_of_arguments(query, attention_mask, sliding_window, kwargs)
@@ -380,7 +380,7 @@ def visibility_of_arguments(
     documents = kwargs.get("cu_seq_lens_q")
     if documents is not None:
         padding = None  # see `Call.documents`
-        # Each row begins a document, so as many documents as rows are the rows.
+        # Each row begins a document, so as many documents as rows are the rows, and hide nothing.
         has_one_for_each_row = documents.shape[0] == batch + 1
         documents = None if has_one_for_each_row else documents
     window = None if window is None or window >= length else window
@@ -569,23 +569,6 @@ def attend_by_varlen(query, key, value, visibility: Visibility, scale: float) ->
     longest = (visibility.longest, visibility.longest)
     output = varlen_attn(*states, bounds, bounds, *longest, scale=scale, window_size=(left, 0), **options)
     return output.unflatten(0, (batch, length))
-
-
-# One new token
-
-
-def masked_softmax(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return probabilities over the keys of scores [batch, heads, P of the query, P of the keys, K], in float32 or 64.
-
-    `mask` is boolean or additive, [batch or 1, heads or 1, P of the query, K * P]."""
-    num_pseudo_heads, num_keys = scores.shape[-2:]
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    mask = mask.unflatten(-1, (num_keys, num_pseudo_heads)).transpose(-1, -2)
-    if mask.dtype == torch.bool:  # padding sees nothing, and a row of -inf would become NaN
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    else:
-        scores = scores + mask
-    return (scores - scores.logsumexp(dim=(-2, -1), keepdim=True)).exp()
 
 
 # The public registries of Transformers. A second copy of this code, in a checkpoint, leaves what the first registered.

@@ -124,10 +124,11 @@ def takes_flat_mask(core: str, **kwargs) -> bool:
 def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head, query, key) -> torch.Tensor:
     """Return whether queries see keys, by their places among virtual tokens, as Transformers' mask functions do.
 
-    `sees_token` is the mask function over tokens. Query n * P + p sees pseudo-heads up to p of the tokens that token n
-    sees, and later pseudo-heads of the tokens that token n - 1 sees. For example, in the table at the top of this file
-    with a window of two tokens, pseudo-head 0 of token 2 sees pseudo-head 0 of tokens 1 and 2, and pseudo-head 1 of
-    tokens 0 and 1. So a window of W > 1 tokens is the last W * P virtual tokens, as in the flat form.
+    `sees_token` is the mask function over tokens. A window of W > 1 tokens has to be the last W * P virtual tokens, as
+    FlashAttention computes it, and these begin within a token. So query n * P + p sees pseudo-heads up to p of the
+    tokens that token n sees, and later pseudo-heads of the tokens that token n - 1 sees. For example, in the table at
+    the top of this file with a window of two tokens, pseudo-head 0 of token 2 sees pseudo-head 0 of tokens 1 and 2,
+    and pseudo-head 1 of tokens 0 and 1.
 
     The places are single numbers, or a grid of all pseudo-heads of tokens, [1, 1, queries, 1] and [1, 1, 1, keys]. A
     grid is evaluated for its tokens, and the result repeated."""
@@ -284,6 +285,20 @@ def takes_new_token(module: nn.Module, heads: Any, query, key, mask: Any, dropou
     if is_for_any_length():
         return False  # comparing lengths would specialize the program
     return key.shape[2] >= LEAST_CACHED and len(query) * key.shape[2] >= LEAST_CACHED_OF_ROWS
+
+
+def masked_softmax(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return probabilities over the keys of scores [batch, heads, P of the query, P of the keys, K], in float32 or 64.
+
+    `mask` is boolean or additive, [batch or 1, heads or 1, P of the query, K * P]."""
+    num_pseudo_heads, num_keys = scores.shape[-2:]
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    mask = mask.unflatten(-1, (num_keys, num_pseudo_heads)).transpose(-1, -2)
+    if mask.dtype == torch.bool:  # padding sees nothing, and a row of -inf would become NaN
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    else:
+        scores = scores + mask
+    return (scores - scores.logsumexp(dim=(-2, -1), keepdim=True)).exp()
 
 
 # Caches

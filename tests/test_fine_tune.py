@@ -48,9 +48,10 @@ def shell_commands() -> list[str]:
     return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
 
 
-def table_rows() -> dict[str, list[str]]:
-    """Return the rows of the page's tables by their first cell."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line[:2] == "| "]
+def table_rows(heading: str) -> dict[str, list[str]]:
+    """Return the rows of the table below a heading by their first cell."""
+    section = PAGE.partition(f"# {heading}\n")[2].partition("\n#")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:2] == "| "]
     return {first: others for first, *others in rows}
 
 
@@ -64,14 +65,14 @@ def columns(tmp_path_factory) -> list[PreTrainedConfig]:
 
 
 def test_the_table_is_what_cost_predicts(columns):
-    rows = table_rows()
+    rows = table_rows("What it takes")
     counts = [cost_of_model(config, TOKENS) for config in columns]
     for column, cost in enumerate(counts):
         rate = GPUS * TOKENS / seconds(cost, 1, TFLOPS)["activation checkpointing"]
         predicted = {"tokens/s, 8 GPUs": rate, "hours for a billion tokens, 8 GPUs": 1e9 / rate / 3600}
         for name, figure in predicted.items():
             told = float(rows[name][column].replace(",", ""))
-            assert told == pytest.approx(figure, abs=0.5 if told > 100 else 0.05), (name, column)
+            assert told == pytest.approx(figure, abs=50 if told > 100 else 0.05), (name, column)
     window, without, plain = counts
     assert (f"{window.training / plain.training:.2f}", f"{window.cache / plain.cache:.2f}") == ("0.97", "0.30")
     assert f"{without.training / plain.training:.1f}" == "2.8"
@@ -84,20 +85,20 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 
 @pytest.mark.parametrize("column", [0, slow(1), slow(2)])
 def test_the_memory_is_what_cost_predicts(column, columns):
-    rows, config = table_rows(), columns[column]
+    config = columns[column]
     way = SAVING._replace(offload=True)  # as the recipe trains
-    peaks = {
-        "GB on each of 8 GPUs (FSDP2)": of_sharded_training(config, 1, TOKENS, way, GPUS).peak / 1e9,
-        "GB on one GPU, all weights trained": of_training(config, 1, TOKENS, way).peak / 1e9,
-    }
-    for name, peak in peaks.items():
-        assert float(rows[name][column]) == pytest.approx(peak, abs=0.5), name
+    told = table_rows("What it takes")["GB on each of 8 GPUs (FSDP2)"]
+    peak = of_sharded_training(config, 1, TOKENS, way, GPUS).peak / 1e9
+    assert float(told[column]) == pytest.approx(peak, abs=0.5)
+    if column == 0:
+        [told] = re.findall(r"All weights would take (\d+) GB", PAGE)
+        assert float(told) == pytest.approx(of_training(config, 1, TOKENS, way).peak / 1e9, abs=0.5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [TOKENS, 16 * TOKENS])
 def test_the_table_of_long_rows_is_what_cost_predicts(tokens, columns):
-    told = [float(cell) for cell in table_rows()[f"P = 2, {tokens:,}"]]
+    told = [float(cell) for cell in table_rows("Longer rows")[f"{tokens:,}"]]
     ways = [SAVING._replace(offload=each, share_rows=share) for share in (1, GPUS) for each in (False, True)]
     peaks = [of_sharded_training(columns[0], 1, tokens, way, GPUS).peak / 1e9 for way in ways]
     assert told == pytest.approx(peaks, abs=0.51)
@@ -107,7 +108,7 @@ def test_the_table_of_long_rows_is_what_cost_predicts(tokens, columns):
 @pytest.mark.parametrize("bits", [32, 16, 4])
 def test_the_table_of_adapters_is_what_cost_predicts(bits, columns):
     first = 2 * [32, 16, 4].index(bits)
-    told = [float(cell) for cell in table_rows()[f"{TOKENS:,}"][first : first + 2]]
+    told = [float(cell) for cell in table_rows("One GPU")[f"{TOKENS:,}"][first : first + 2]]
     ways = [SAVING._replace(offload=each, lora_r=16, bits=bits) for each in (False, True)]
     assert told == pytest.approx([of_training(columns[0], 1, TOKENS, way).peak / 1e9 for way in ways], abs=0.51)
 

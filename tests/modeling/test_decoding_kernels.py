@@ -228,7 +228,9 @@ def test_models(name, cache, monkeypatch):
     """Decode a token after left padding: an "iha" model within a window, an interleaved decoder and one with pairs."""
     calls = []
     for module in interleaving, pairing:
-        monkeypatch.setattr(module, "decode_by_kernel", lambda *arguments: calls.append(1) or decode(*arguments))
+        monkeypatch.setattr(
+            module, "decode_by_kernel", lambda *args, **mixing: calls.append(1) or decode(*args, **mixing)
+        )
         monkeypatch.setattr(module, "kernels_decode", lambda *_: True)  # in float32, and on a CPU
     if name == "paired llama":
         model = pair_heads(decoder("llama", num_hidden_layers=2), 2)

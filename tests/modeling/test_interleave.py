@@ -357,7 +357,7 @@ def test_meta_models_and_inexact_ones_are_refused(monkeypatch):
         interleave_heads(decoder("llama"), 2)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "mine", ALL_ATTENTION_FUNCTIONS["sdpa"])
     model = decoder("llama", "mine")
-    with pytest.raises(ValueError, match="does not compute the same .*KeyError: 'mine'"):  # it has no mask function
+    with pytest.raises(ValueError, match="'mine' has no mask function"):
         interleave_heads(model, 2)
     assert (type(model), model.config._attn_implementation) == (LlamaForCausalLM, "mine")
 

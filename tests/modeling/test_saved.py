@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCaus
 
 from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads, pair_heads, remove_interleaving
-from modeling_iha.modeling_interleaved import tasks
+from modeling_iha.modeling_interleaved import models_by_auto_class
 from research.experiments.model_types import tiny_model
 
 
@@ -109,7 +109,7 @@ def test_what_a_checkpoint_of_an_interleaved_decoder_holds(saved):
     config = json.loads((place / "config.json").read_text())
     assert (config["model_type"], config["base_model_type"]) == ("interleaved", "llama")
     assert config["architectures"] == ["InterleavedLlamaForCausalLM"]
-    assert set(config["auto_map"]) == {"AutoConfig", *tasks(LlamaConfig)}
+    assert set(config["auto_map"]) == {"AutoConfig", *models_by_auto_class(LlamaConfig)}
     names = ("modeling_interleaved", "virtual_tokens", "sdpa_in_blocks", "interleaved_attention", "interleaving")
     names += ("triton_kernels", "mixing", "pairing", "transformers_versions")
     assert {path.stem for path in place.glob("*.py")} == set(names)

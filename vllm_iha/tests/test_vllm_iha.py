@@ -49,7 +49,7 @@ from iha.errors import ROOT
 from iha.kinds import companion_of
 from modeling_iha import IHAConfig, pair_heads
 from modeling_iha.modeling_iha import ATTENTION_CLASSES
-from modeling_iha.modeling_interleaved import interleaved_class, interleaved_config_class, tasks
+from modeling_iha.modeling_interleaved import interleaved_class, interleaved_config_class, models_by_auto_class
 from vllm_iha.checks import KINDS
 from vllm_iha.model import VirtualAttention
 
@@ -328,7 +328,7 @@ def test_which_bases_are_refused(case, tmp_path):
     base = CONFIG_MAPPING[model_type]
     config = interleaved_config_class(base)(**(fields if task != "ForCausalLM" else {**SIZES, **fields}))
     config.get_text_config().num_pseudo_heads = 2
-    config.architectures = [interleaved_class(tasks(base)[f"AutoModel{task}"], base).__name__]
+    config.architectures = [interleaved_class(models_by_auto_class(base)[f"AutoModel{task}"], base).__name__]
     config.save_pretrained(tmp_path)
     with_images = task == "ForImageTextToText"
     if with_images:
