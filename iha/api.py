@@ -220,7 +220,8 @@ def push(
     check_repo_id(repo_id)
     if "/" not in repo_id:  # the card names what its code loads
         raise UserError(f"{repo_id!r} lacks the name of its owner: expected one such as me/{repo_id}.")
-    if not (expanded(directory) / "config.json").is_file():
+    # `publish` says what to do with an adapter.
+    if not any((expanded(directory) / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise UserError(f"{directory} is not a saved model: expected a directory with a config.json.")
     if tag is not None and create_pr:
         raise UserError("A tag names a revision of the repository: give --tag once the pull request is merged.")

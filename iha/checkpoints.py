@@ -49,7 +49,7 @@ TOKENIZER_FILES = ("tokenizer", "spiece", "sentencepiece", "vocab", "tekken")
 # holds it by accident.
 _ADVICE = {
     "trust_remote_code=True": "only its own code could load it, and no command here runs the code of a checkpoint "
-    "(`python -m conversion_scripts.convert_dcformer_to_iha` converts DCFormer without its code)",
+    "(`python -m conversion_scripts.convert_dcformer_to_iha`, in a checkout, converts DCFormer without its code)",
     "deserializing header": "safetensors are damaged, or only a pointer of Git LFS: fetch it again (git lfs pull)",
     "gguf>=": f"GGUF files need the package gguf: {how_to_install('scripts')}",
     "Weights only load failed": "it is damaged, or a pickle of more than tensors, which is not read because it could "

@@ -200,7 +200,7 @@ class RecipeParser(TrlParser):
     def _check_key(self, name: str) -> None:
         """Raise `UserError` for a key that neither TRL nor this package declares."""
         if name in NOT_TAKEN:
-            return  # `_check_values` takes its default, and says why it takes no other value
+            return  # `_check_values` accepts the default value alone, and says why
         known = [action.dest for action in self._actions if action.help != SUPPRESS]
         if name not in known:
             raise UserError(f"There is no key {name!r}{similar(name, known)}. --help lists all.")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import PartialState
 from peft import LoraConfig
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.generic import is_flash_attention_requested
 from trl import SFTConfig, get_peft_config, get_quantization_config
 
@@ -20,6 +20,7 @@ from iha.checkpoints import (
     end_tokens,
     fingerprint,
     load_config,
+    load_generation_config,
     load_model,
     load_tokenizer,
     note_slow_dtype,
@@ -67,6 +68,9 @@ def find_start(run: RunArguments) -> Start:
             "checkpoint from which it was made."
         )
     config = load_config(source)
+    unsaved = f"{source}: Transformers would not save its generation_config.json after the training; correct the file"
+    with refusing(unsaved, ValueError):
+        (load_generation_config(source) or GenerationConfig()).validate(strict=True)
     is_to_interleave = run.num_pseudo_heads is not None and not is_ours(config)
     return Start(str(source), config, source, is_to_interleave=is_to_interleave)
 
@@ -75,7 +79,8 @@ def identify_start(start: Start, seed: int) -> dict[str, str]:
     """Return the name of the checkpoint or random weights that a run starts from, and what tells them from others."""
     if start.source is not None:
         return {"name": start.name, "fingerprint": fingerprint(start.source)}
-    content = json.dumps([start.config.to_dict(), start.tokenizer.get_vocab(), seed], sort_keys=True, default=str)
+    fields = {name: value for name, value in start.config.to_dict().items() if name != "transformers_version"}
+    content = json.dumps([fields, start.tokenizer.get_vocab(), seed], sort_keys=True, default=str)
     return {"name": f"preset {start.name}", "sha256": hashlib.sha256(content.encode()).hexdigest()}
 
 
@@ -147,16 +152,33 @@ def _may_have_sliding_layers(config: PreTrainedConfig) -> bool:
     return isinstance(config, IHAConfig) or layer_types is None or "sliding_attention" in layer_types
 
 
+def leave_out(name: str, why: str, run: RunArguments) -> None:
+    """Leave out a key of a recipe's file that its start cannot use, and print a note.
+
+    Raise `UserError` for one on the command line.
+    """
+    value = getattr(run, name)
+    if value is None:
+        return
+    if name in run.on_command_line:
+        raise UserError(f"{name}: {why}; remove the key.")
+    PartialState().print(f"Note: {name}={value} is left out: {why}.")
+    setattr(run, name, None)
+
+
 def settle_pseudo_heads(start: Start, run: RunArguments) -> None:
-    """Leave out the recipe's P for a start that keeps its own. Raise `UserError` for one on the command line."""
+    """Leave out how the recipe interleaves, for a start that stays as it is. Raise `UserError`."""
     if start.is_to_interleave:
         return
-    given = [key for key in INTERLEAVING_KEYS if getattr(run, key) is not None]
-    if given:
+    given = [name for name in INTERLEAVING_KEYS if getattr(run, name) is not None]
+    is_control = run.num_pseudo_heads is None and "num_pseudo_heads" in run.on_command_line
+    if given and not is_control:
         raise UserError(
             f"{', '.join(given)}: for runs that interleave a plain base model by num_pseudo_heads. {start.name} keeps "
             "what it was made with: remove what is named here."
         )
+    for name in given:
+        leave_out(name, "num_pseudo_heads is null", run)
     asked, found = run.num_pseudo_heads, virtual_tokens_per_token(start.config)
     if asked in (None, found):
         return
@@ -169,17 +191,12 @@ def settle_pseudo_heads(start: Start, run: RunArguments) -> None:
     run.num_pseudo_heads = None
 
 
-def settle_mixing_scale(start: Start, run: RunArguments) -> None:
-    """Leave out the `mixing_scale` of a recipe's file for a model without weights that mix heads, and print a note.
-
-    Raise `UserError` for one on the command line.
-    """
-    if run.mixing_scale is None or _mixes_heads(start):
-        return
-    if "mixing_scale" in run.on_command_line:
-        raise UserError(f"mixing_scale: {start.name} has no weights that mix heads; remove the key.")
-    PartialState().print(f"Note: mixing_scale={run.mixing_scale:g} is for models that mix heads: it is left out.")
-    run.mixing_scale = None
+def settle_training_options(start: Start, run: RunArguments) -> None:
+    """Leave out keys about the mixing and virtual tokens, for a model that has none. Raise `UserError`."""
+    if run.mixing_scale is not None and not _mixes_heads(start):
+        leave_out("mixing_scale", f"{start.name} has no weights that mix heads", run)
+    if not start.is_to_interleave and virtual_tokens_per_token(start.config) == 1:
+        leave_out("recompute_virtual_tokens", f"{start.name} has no virtual tokens", run)
 
 
 def _mixes_heads(start: Start) -> bool:
@@ -303,14 +320,20 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool:
     return bool((found[0] - found[1]).abs().max() <= tolerance * found[0].abs().max())
 
 
-def prepare_model(
-    start: Start, config: PreTrainedConfig, run: RunArguments, args: SFTConfig
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the model that a run trains, and its tokenizer with the recipe's chat template. Raise `UserError`."""
+def prepare_tokenizer(start: Start, config: PreTrainedConfig, run: RunArguments) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a run, with the recipe's chat template. Raise `UserError`."""
+    tokenizer = start.tokenizer
+    if start.source is not None:
+        tokenizer = load_tokenizer(start.source, vocabulary_of(config))
+    if run.chat_template is not None:
+        tokenizer.chat_template = run.chat_template
+    return tokenizer
+
+
+def prepare_model(start: Start, config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -> PreTrainedModel:
+    """Load the model that a run trains. Raise `UserError`."""
     model = load_base_model(start, config, run, args)
-    with refusing("generation_config.json would not be saved after the training: mend it", ValueError):
-        model.generation_config.validate(strict=True)
-    _set_virtual_tokens(model, run)
+    _apply_training_options(model, run)
     if trained_mixing(model):
         scale = model.config.get_text_config(decoder=True).mixing_scale
         rate = scale * args.learning_rate
@@ -320,28 +343,21 @@ def prepare_model(
         note_slow_dtype(half if args.bf16 or args.fp16 else model.dtype)
     _warn_of_rounded_steps(model, run)
     if start.source is None:
-        tokenizer = start.tokenizer
-        vocabulary = f"{len(tokenizer):,} tokens of {run.tokenizer}" if run.tokenizer else "single bytes"
+        vocabulary = f"{len(start.tokenizer):,} tokens of {run.tokenizer}" if run.tokenizer else "single bytes"
         PartialState().print(
             f"Random weights: {run.preset}, {model.num_parameters():,} parameters, seed {args.seed}, {vocabulary}."
         )
-    else:
-        tokenizer = load_tokenizer(start.source, vocabulary_of(model.config))
-    if run.chat_template is not None:
-        tokenizer.chat_template = run.chat_template
     check_packing(model, args)
-    return model, tokenizer
+    return model
 
 
-def _set_virtual_tokens(model: PreTrainedModel, run: RunArguments) -> None:
+def _apply_training_options(model: PreTrainedModel, run: RunArguments) -> None:
     """Set at which rate the mixing learns, and whether virtual tokens are made again. Raise `UserError`."""
     decoder = model.config.get_text_config(decoder=True)
     if run.mixing_scale not in (None, getattr(decoder, "mixing_scale", None)):
         with refusing("mixing_scale", ValueError):
             set_mixing_scale(model, run.mixing_scale)
     if run.recompute_virtual_tokens is not None:
-        if virtual_tokens_per_token(model.config) == 1:
-            raise UserError("recompute_virtual_tokens: the model has no virtual tokens; remove the key.")
         decoder.recompute_virtual_tokens = run.recompute_virtual_tokens
 
 
@@ -382,20 +398,18 @@ def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
     """Return the adapters that `run` asks for, or None.
 
     The modules that only this kind of attention has (`own_modules`) are trained in full next to the adapters. Raise
-    `UserError` for a module that the model does not have, or a target that would not be trained.
+    `UserError` for a module that the model does not have.
     """
     config = get_peft_config(run)
     if config is None:
         return None
     modules = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    targets = config.target_modules or "all-linear"
-    named = {targets} if isinstance(targets, str) else set(targets)
-    if targets == "all-linear":
-        named = set()
-    for key, names in (("lora_target_modules", named), ("lora_modules_to_save", config.modules_to_save or ())):
-        unknown = set(names) - modules  # PEFT ignores them silently
+    targets = config.target_modules or {"all-linear"}
+    targets = {targets} if isinstance(targets, str) else set(targets)
+    for key, names in (("lora_target_modules", targets), ("lora_modules_to_save", config.modules_to_save or ())):
+        unknown = {*names} - modules - {"all-linear"}  # PEFT ignores them silently
         if unknown:
             raise UserError(f"{key}: the model has no module named {', '.join(sorted(unknown))}.")
-    config.target_modules = named or "all-linear"
+    config.target_modules = "all-linear" if targets == {"all-linear"} else targets
     config.modules_to_save = [*own_modules(model), *(config.modules_to_save or ())] or None
     return config

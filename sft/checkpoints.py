@@ -30,7 +30,7 @@ def check_holds_no_model(output: Path) -> None:
 def checkpoint_to_resume(given: str | bool | None, output: Path) -> Path | None:
     """Return the checkpoint that `resume_from_checkpoint` names, or else the newest whole one.
 
-    Raise `UserError` for `false`, and for `true` if there is none.
+    Raise `UserError` for `false`, for `true` if there is none, and for one that does not exist.
     """
     name = str(given).lower()  # a value is true or false in a YAML file, and a word on the command line
     if name == "false":
@@ -39,7 +39,10 @@ def checkpoint_to_resume(given: str | bool | None, output: Path) -> Path | None:
             "checkpoint of its output_dir: to start anew, remove the key and choose another output_dir."
         )
     if name not in ("none", "true"):
-        return Path(str(given)).expanduser()
+        checkpoint = Path(str(given)).expanduser()
+        if not checkpoint.is_dir():
+            raise UserError(f"resume_from_checkpoint: there is no directory {checkpoint}.")
+        return checkpoint
     newest = newest_whole_checkpoint(output)
     if newest is None and name == "true":
         raise UserError(

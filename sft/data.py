@@ -13,7 +13,11 @@ from accelerate import PartialState
 from datasets import Dataset, Features, IterableDataset, List, Value, interleave_datasets, load_dataset
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig
-from trl.chat_template_utils import is_chat_template_stop_token_trained
+from trl.chat_template_utils import (
+    get_training_chat_template,
+    has_generation_markers,
+    is_chat_template_stop_token_trained,
+)
 
 from iha.errors import UserError, one_line, refusing
 from iha.files import read_jsonl
@@ -231,13 +235,27 @@ def check_template(features: Features, tokenizer: PreTrainedTokenizerBase, args:
     if tokenizer.chat_template is None:
         raise UserError("the tokenizer has no chat template: set chat_template_path (see sft/chat_templates).")
     with rendering("a question and its answer"):
-        learns_to_stop = not args.assistant_only_loss or is_chat_template_stop_token_trained(tokenizer)
+        learns_to_stop = not args.assistant_only_loss or _learns_to_stop(tokenizer)
     if not learns_to_stop:
         raise UserError(
             "assistant_only_loss needs a chat template whose {% generation %} block holds the assistant's text and an "
             "end-of-turn token that the tokenizer knows as one token: set chat_template_path to the template of this "
             "tokenizer's family (see sft/chat_templates)."
         )
+
+
+def _learns_to_stop(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the loss on the assistant's text alone includes the end of its turn.
+
+    In place of a template without markers TRL trains by one of its own, for the families that it knows.
+    """
+    template = None
+    if not has_generation_markers(tokenizer.chat_template):
+        try:
+            template = get_training_chat_template(tokenizer)
+        except ValueError:  # not such a family
+            return False
+    return is_chat_template_stop_token_trained(tokenizer, template)
 
 
 # The rows of a run
@@ -253,19 +271,20 @@ def training_rows(
 ) -> tuple[Rows, Dataset | None]:
     """Return rows for TRL to train on, and those to evaluate on or None. Raise `UserError`.
 
-    The rows to evaluate on are those of `data.held_out`, or `run.eval_size` rows that are held out. From a stream,
+    The rows to evaluate on are those of `data.eval_source`, or `run.eval_size` rows that are held out. From a stream,
     the first rows are held out. This happens before packing, so packing does not change which rows are held out.
     """
     text_column = args.dataset_text_field
     with args.main_process_first():
-        parts = [load_rows(*part, run.dataset_streaming, text_column) for part in data.parts]
+        how = {"streaming": run.dataset_streaming, "text_column": text_column}
+        parts = [load_rows(*part, **how) for part in data.parts]
         check_template(parts[0].features, tokenizer, args)
         max_length = None if splits_long_rows(args, args.packing) else args.max_length  # TRL cuts rows to this length
         rows = parts[0] if len(parts) == 1 else mix(parts, data.shares, tokenizer, max_length, args.seed)
-        if data.held_out is not None:
+        if data.eval_source is not None:
             # A streamed dataset must not be downloaded, and to load one split as a whole would download all splits.
-            is_streamed = run.dataset_streaming and data.held_out.name == run.dataset_name
-            return rows, rows_to_evaluate_on(data.held_out, is_streamed, text_column, rows.features)
+            is_streamed = run.dataset_streaming and data.eval_source.name == run.dataset_name
+            return rows, rows_to_evaluate_on(data.eval_source, is_streamed, text_column, rows.features)
     if run.eval_size == 0:
         return rows, None
     if isinstance(rows, IterableDataset):
@@ -275,7 +294,7 @@ def training_rows(
 
 def rows_to_evaluate_on(source: RowSource, is_streamed: bool, text_column: str, features: Features) -> Dataset:
     """Return the rows of a source, with the columns of those to train on. Raise `UserError` for other columns."""
-    rows = load_rows(*source, is_streamed, text_column)
+    rows = load_rows(*source, streaming=is_streamed, text_column=text_column)
     if rows.features != features:
         raise UserError(
             f"the rows of {source.name} to evaluate on have the columns {', '.join(rows.features)}, and those to "

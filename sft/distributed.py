@@ -62,7 +62,7 @@ def check_launch(args: TrainingArguments) -> None:
             "nor fp16: give --mixed_precision no to accelerate launch, or set bf16 or fp16 in the recipe."
         )
     with refusing("parallelism_config", ValueError):  # for sizes that exclude each other
-        sizes = args.parallelism_config or ParallelismConfig()  # the launcher's, which it reads by itself
+        sizes = args.parallelism_config or ParallelismConfig()  # it reads the launcher's environment variables
     if max(sizes.tp_size, sizes.sp_size) > 1:
         raise UserError(
             "sequence parallelism of DeepSpeed drops windows and the boundaries of packed documents, and tensor "

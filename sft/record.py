@@ -35,28 +35,24 @@ class Record(TypedDict):
 
 
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
-# Keys that a record leaves out: those that other sections record, and paths on this machine.
+# Keys that a record leaves out: those that other sections record, and what differs between machines.
 _SOURCE_KEYS = ("model_name_or_path", "tokenizer", "dataset_name", "eval_dataset_name", "chat_template_path")
 _PATH_KEYS = ("output_dir", "logging_dir", "run_name", "resume_from_checkpoint")
-_UNRECORDED = {*_SOURCE_KEYS, *_PATH_KEYS, *NOT_TAKEN}
+_MACHINE_KEYS = ("disable_tqdm", "dataloader_pin_memory")  # `sft.train` sets them by where it runs
+_UNRECORDED = {*_SOURCE_KEYS, *_PATH_KEYS, *_MACHINE_KEYS, *NOT_TAKEN}
 # Keys of a recipe that a resumed run may not change. A checkpoint holds the weights of this model, and the optimizer
 # with the rates and betas that the run began with, which silently replace others. Other rows, or the same ones in
 # another order, would be repeated or skipped.
-_MODEL_KEYS = (
-    "num_pseudo_heads",
-    *INTERLEAVING_KEYS,
-    "mixing_scale",
-    "dtype",
-    "use_peft",
-    "lora_r",
-    "lora_alpha",
-    "use_rslora",
-)
+_MODEL_KEYS = ("num_pseudo_heads", *INTERLEAVING_KEYS, "mixing_scale", "dtype")
+_LORA_KEYS = ("lora_r", "lora_alpha", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save")
+_BITS_KEYS = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")
+_ADAPTER_KEYS = ("use_peft", "use_rslora", "use_dora", *_LORA_KEYS, *_BITS_KEYS)
 _LENGTH_KEYS = ("rope_theta", "max_position_embeddings", "sliding_window", "max_length")
 _OPTIMIZER_KEYS = ("learning_rate", "weight_decay", "optim", "adam_beta1", "adam_beta2", "adam_epsilon")
 _ROW_KEYS = ("dataset_config", "dataset_train_split", "dataset_streaming", "eval_size", "shuffle_dataset")
 _TEXT_KEYS = ("dataset_text_field", "packing", "packing_strategy", "chat_template")
-FIXED_KEYS = ("seed", "data_seed", *_MODEL_KEYS, *_LENGTH_KEYS, *_OPTIMIZER_KEYS, *_ROW_KEYS, *_TEXT_KEYS)
+_RUN_KEYS = (*_OPTIMIZER_KEYS, *_ROW_KEYS, *_TEXT_KEYS)
+FIXED_KEYS = ("seed", "data_seed", *_MODEL_KEYS, *_ADAPTER_KEYS, *_LENGTH_KEYS, *_RUN_KEYS)
 
 
 def make_record(data: RunData, start: Start, run: RunArguments, args: SFTConfig) -> Record:
@@ -65,8 +61,8 @@ def make_record(data: RunData, start: Start, run: RunArguments, args: SFTConfig)
     Raise `UserError` for a model or data that do not exist.
     """
     held_out = {}
-    if run.eval_dataset_name and data.held_out is not None:
-        held_out = identify_data(data.held_out.name, data.held_out.config)
+    if run.eval_dataset_name and data.eval_source is not None:
+        held_out = identify_data(data.eval_source.name, data.eval_source.config)
     # `to_dict` masks what may be a password, and takes the names of special tokens for one.
     keys = asdict(run) | args.to_dict() | {"eos_token": args.eos_token, "pad_token": args.pad_token}
     recipe = {name: value for name, value in keys.items() if name not in _UNRECORDED}
@@ -131,8 +127,9 @@ def changed_keys(before: Record, record: Record) -> dict[str, tuple[Any, Any]]:
     """Return the keys of a recipe and the versions of libraries that differ, with both values."""
     then = {**before["recipe"], **before["versions"]}
     now = {**record["recipe"], **record["versions"]}
-    # A value is a number in a YAML file, and a word on the command line.
-    return {name: (then.get(name), now[name]) for name in now if str(then.get(name)) != str(now[name])}
+    changes = {name: (then.get(name), value) for name, value in now.items() if then.get(name) != value}
+    # The same value may be a number in a YAML file, and a word on the command line.
+    return {name: pair for name, pair in changes.items() if str(pair[0]) != str(pair[1])}
 
 
 def rows_of_a_step(record: Record) -> int:

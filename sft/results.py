@@ -32,7 +32,6 @@ CARD_KEYS = (
     "max_length",
     "seed",
 )
-MACHINE_KEYS = ("disable_tqdm", "dataloader_pin_memory")  # `sft.train` sets them by where it runs
 
 
 def write_curves(history: list[dict], output_dir: Path) -> None:
@@ -63,10 +62,10 @@ def draw(points: dict[str, list], path: Path) -> None:
     plots.save_plot(figure, path)
 
 
-def card(config, trainer: SFTRecipeTrainer, held_out: RowSource | None, run: RunArguments, record: Record) -> str:
+def card(config, trainer: SFTRecipeTrainer, eval_source: RowSource | None, run: RunArguments, record: Record) -> str:
     """Return the model card of a final model, which says what it was made of and shows the curves of the run.
 
-    `held_out` is the source of the rows to evaluate on.
+    `eval_source` is that of the rows to evaluate on.
     """
     output = Path(trainer.args.output_dir)
     args = trainer.args
@@ -83,7 +82,7 @@ def card(config, trainer: SFTRecipeTrainer, held_out: RowSource | None, run: Run
     facts = {
         first: f"{start}, {_identity(record['base_model'])}",
         "Data": f"{data}, {_identity(record['data'])}",
-        **_facts_of_the_run(trainer, held_out, run, record),
+        **_facts_of_the_run(trainer, eval_source, run, record),
     }
     scale = getattr(config.get_text_config(decoder=True), "mixing_scale", 1)
     mixing = f", {scale:g} times as much for the mixing" if scale != 1 else ""
@@ -112,13 +111,13 @@ SFTTrainer: learning rate {args.learning_rate:g}{mixing}{adapters}.
 
 
 def _facts_of_the_run(
-    trainer: SFTRecipeTrainer, held_out: RowSource | None, run: RunArguments, record: Record
+    trainer: SFTRecipeTrainer, eval_source: RowSource | None, run: RunArguments, record: Record
 ) -> dict[str, object]:
     args = trainer.args
     facts = {}
-    if held_out is not None:
-        split = "" if held_out.split == "train" else f", split {held_out.split}"
-        facts["Held-out data"] = source_name(held_out.name) + split
+    if eval_source is not None:
+        split = "" if eval_source.split == "train" else f", split {eval_source.split}"
+        facts["Held-out data"] = source_name(eval_source.name) + split
     facts["Steps"] = trainer.state.global_step
     best = trainer.state.best_model_checkpoint
     if args.load_best_model_at_end and best is not None:
@@ -135,7 +134,7 @@ def _facts_of_the_run(
     facts["Versions"] = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     declared = type(run).__dataclass_fields__ | type(args).__dataclass_fields__
     for name, value in record["recipe"].items():
-        is_chosen = name in declared and name not in MACHINE_KEYS and value not in (declared[name].default, [])
+        is_chosen = name in declared and value not in (declared[name].default, [])
         if (name in CARD_KEYS or is_chosen) and not isinstance(value, dict | None):
             facts[f"`{name}`"] = value
     return facts

@@ -45,7 +45,7 @@ class RunData(NamedTuple):
 
     parts: list[RowSource]  # to train on, several in a mixture
     shares: list[float]  # of the tokens, one for each part
-    held_out: RowSource | None  # to evaluate on; None if rows are held out, or if the run does not evaluate
+    eval_source: RowSource | None  # None if `eval_size` holds out rows of `parts`, or if the run does not evaluate
 
 
 def data_of(run: RunArguments, args: SFTConfig) -> RunData:
@@ -61,7 +61,7 @@ def data_of(run: RunArguments, args: SFTConfig) -> RunData:
     named = parts_of_mixture(run.dataset_name)
     parts = [RowSource(name, run.dataset_train_split, run.dataset_config) for name, _ in named]
     _check_parts(parts, run, args)
-    return RunData(parts, [share for _, share in named], _held_out(parts, run, args))
+    return RunData(parts, [share for _, share in named], _eval_source(parts, run, args))
 
 
 def _check_parts(parts: list[RowSource], run: RunArguments, args: SFTConfig) -> None:
@@ -80,22 +80,22 @@ def _check_parts(parts: list[RowSource], run: RunArguments, args: SFTConfig) -> 
         _check_not_cut(part.name, args, args.packing)
 
 
-def _held_out(parts: list[RowSource], run: RunArguments, args: SFTConfig) -> RowSource | None:
+def _eval_source(parts: list[RowSource], run: RunArguments, args: SFTConfig) -> RowSource | None:
     """Return the source of the rows to evaluate on, or None for a run that reads none. Raise `UserError`."""
     if run.eval_dataset_name:
         config = run.dataset_config if is_same_place(run.eval_dataset_name, run.dataset_name) else None
-        held_out = RowSource(run.eval_dataset_name, run.dataset_test_split or "train", config)
+        source = RowSource(run.eval_dataset_name, run.dataset_test_split or "train", config)
     elif evaluates(args) and not run.eval_size:
-        held_out = RowSource(run.dataset_name, run.dataset_test_split or "test", run.dataset_config)
+        source = RowSource(run.dataset_name, run.dataset_test_split or "test", run.dataset_config)
     else:
         return None
-    if any(part.overlaps(held_out) for part in parts):
+    if any(part.overlaps(source) for part in parts):
         raise UserError(
-            f"the run would train and evaluate on the same rows of {held_out.name}: name other rows, or set eval_size."
+            f"the run would train and evaluate on the same rows of {source.name}: name other rows, or set eval_size."
         )
-    check_file(held_out.name, held_out.split)
-    _check_not_cut(held_out.name, args, args.packing if args.eval_packing is None else args.eval_packing)
-    return held_out
+    check_file(source.name, source.split)
+    _check_not_cut(source.name, args, args.packing if args.eval_packing is None else args.eval_packing)
+    return source
 
 
 def _check_evaluation(run: RunArguments, args: SFTConfig) -> None:
@@ -195,8 +195,10 @@ def check_splits(data: RunData) -> None:
 
     Raise `UserError`, which lists what there is.
     """
-    held_out = [] if data.held_out is None else [(data.held_out, "dataset_test_split")]
-    for (name, split, config), key in (*((part, "dataset_train_split") for part in data.parts), *held_out):
+    sources = [(part, "dataset_train_split") for part in data.parts]
+    if data.eval_source is not None:
+        sources.append((data.eval_source, "dataset_test_split"))
+    for (name, split, config), key in sources:
         if names_file(name):
             continue
         with loading(name, config):

@@ -36,7 +36,7 @@ if __name__ == "__main__":
         print("Loading TRL (some seconds)", file=sys.stderr, flush=True)
 
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, disable_progress_bars
 from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig
@@ -53,9 +53,10 @@ from sft.base_model import (
     find_start,
     lora_config,
     prepare_model,
+    prepare_tokenizer,
     run_config,
-    settle_mixing_scale,
     settle_pseudo_heads,
+    settle_training_options,
     stop_at_end_of_turn,
 )
 from sft.checkpoints import (
@@ -90,7 +91,9 @@ example:
 
 def settle_machine(args: SFTConfig) -> None:
     """Change arguments that this terminal or a CPU cannot use."""
-    args.disable_tqdm |= not sys.stderr.isatty()  # a log would keep every state of a bar
+    if not sys.stderr.isatty():  # a log would keep every state of a bar
+        args.disable_tqdm = True
+        disable_progress_bars()
     if args.device.type == "cpu":
         args.dataloader_pin_memory = False  # PyTorch warns at every epoch that it cannot
         # Checkpoints are in the memory of the host already, and PyTorch cannot pin it without a GPU.
@@ -98,7 +101,7 @@ def settle_machine(args: SFTConfig) -> None:
 
 
 def locked(args: SFTConfig) -> AbstractContextManager[None]:
-    """Let no other run write into `output_dir`. The main process holds the lock, and the others write next to it."""
+    """Let no other run write into `output_dir`. The main process holds the lock for all processes of this run."""
     return sole_writer(args.output_dir) if args.process_index == 0 else nullcontext()
 
 
@@ -110,10 +113,7 @@ def find_checkpoint(args: SFTConfig) -> Path | None:
             f"{output / FINAL} exists: this run has finished. Choose another output_dir; to go on from the last "
             f"checkpoint with more max_steps or num_train_epochs, move {FINAL} away."
         )
-    checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, output)
-    if args.process_index == 0:
-        clear_later_checkpoints(output, checkpoint)
-    return checkpoint
+    return checkpoint_to_resume(args.resume_from_checkpoint, output)
 
 
 @contextmanager
@@ -239,7 +239,7 @@ def write_model(
         trainer.processing_class.save_pretrained(directory)
         if is_ours(model.config):
             shutil.copy(output / "curves.png", directory)
-            text = card(model.config, trainer, data.held_out, run, record)
+            text = card(model.config, trainer, data.eval_source, run, record)
             (directory / "README.md").write_text(text, encoding="utf-8")
     print(f"Final model: {output / FINAL}\nCurves:      loss.json and curves.png next to it")
 
@@ -276,18 +276,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     with locked(args), told_how_to_go_on(args):
         checkpoint = find_checkpoint(args)
         start = find_start(run)
-        # These leave out keys that the machine or the start cannot use. From here on the keys stay as they are.
+        # These leave out keys that the machine or the start cannot use, so the record comes after them.
         settle_machine(args)
         settle_pseudo_heads(start, run)
-        settle_mixing_scale(start, run)
+        settle_training_options(start, run)
         config = run_config(start, run, args)
         if args.process_index == 0:
             check_splits(data)
             record = make_record(data, start, run, args)
             if checkpoint is not None:
                 check_goes_on(record, checkpoint)
+            clear_later_checkpoints(Path(args.output_dir), checkpoint)
             write_json(Path(args.output_dir) / RECORD, record)
-        model, tokenizer = prepare_model(start, config, run, args)
+        tokenizer = prepare_tokenizer(start, config, run)
+        model = prepare_model(start, config, run, args)
         adapters = lora_config(run, model)
         rows = training_rows(data, run, args, tokenizer)
         train(build_trainer(run, args, model, tokenizer, adapters, rows), data, run, checkpoint)

@@ -133,7 +133,9 @@ def architecture_of(config: PreTrainedConfig) -> Architecture:
     if config.model_type == "iha":
         raise UserError("The source is an 'iha' checkpoint already: convert the model that it was made from.")
     if config.model_type == "diffllama":
-        raise UserError("The source is a 'diffllama': use `python -m conversion_scripts.convert_diffllama_to_iha`.")
+        raise UserError(
+            "The source is a 'diffllama': use `python -m conversion_scripts.convert_diffllama_to_iha` in a checkout."
+        )
     if config.model_type not in ARCHITECTURES:
         raise UserError(
             f"The architecture {config.model_type!r} cannot be converted: its weights are not those of Llama, as "

@@ -160,6 +160,10 @@ def append(name, text):
 
 FAULTS = {
     "an adapter": (lambda directory: (directory / "adapter_config.json").write_text("{}"), "holds a LoRA adapter"),
+    "an adapter alone": (
+        lambda path: (path / "config.json").rename(path / "adapter_config.json"),
+        "holds a LoRA adapter",
+    ),
     "a pickle": (
         lambda directory: (directory / "model.safetensors").rename(directory / "pytorch_model.bin"),
         "holds no model.safetensors: expected weights in safetensors",

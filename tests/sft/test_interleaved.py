@@ -6,6 +6,7 @@ import tempfile
 
 import pytest
 import torch
+import yaml
 from datasets import Dataset
 from helpers import DECODERS, random_ids, random_model
 from tiny_training import (
@@ -32,7 +33,7 @@ from modeling_iha import interleave_heads, load_adapter, pair_heads, save_adapte
 from modeling_iha.mixing_weights import mixing_parameters, state_with_values, trained_mixing
 from sft import train
 from sft.arguments import RecipeParser
-from sft.base_model import find_start, prepare_model, run_config, settle_mixing_scale, settle_pseudo_heads
+from sft.base_model import find_start, prepare_model, run_config, settle_pseudo_heads, settle_training_options
 from sft.trainer import SFTRecipeTrainer
 
 
@@ -137,8 +138,27 @@ def test_what_a_recipe_cannot_interleave_is_refused(model, keys, named, tmp_path
 
 def test_a_plain_model_has_no_virtual_tokens_to_recompute(tmp_path):
     saved(decoder("llama"), tmp_path / "plain")
-    with pytest.raises(UserError, match="recompute_virtual_tokens: the model has no virtual tokens"):
+    with pytest.raises(UserError, match="recompute_virtual_tokens: .*plain has no virtual tokens; remove the key"):
         train.main(arguments(tmp_path, "plain", "run", recompute_virtual_tokens="true"))
+
+
+def test_the_control_of_a_recipe_leaves_out_how_its_file_interleaves(tmp_path, capsys):
+    """Take a file that names layers without P for an oversight, and with a P that the command line takes away not."""
+    saved(decoder("llama"), tmp_path / "plain")
+    keys = {"interleaved_layers": "paper", "interleaved_window": 8, "recompute_virtual_tokens": True}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(keys))
+    words = ["--config", str(tmp_path / "recipe.yaml"), *arguments(tmp_path, "plain", "run")[2:]]
+    for more, is_control in (([], False), (["--num_pseudo_heads", "null"], True)):
+        run, _ = RecipeParser(train.USAGE).parse([*words, *more])
+        start = find_start(run)
+        if not is_control:
+            with pytest.raises(UserError, match="interleaved_layers, interleaved_window: for runs that interleave"):
+                settle_pseudo_heads(start, run)
+            continue
+        settle_pseudo_heads(start, run)
+        settle_training_options(start, run)
+        assert (run.interleaved_layers, run.interleaved_window, run.recompute_virtual_tokens) == (None, None, None)
+        assert "Note: interleaved_layers=paper is left out: num_pseudo_heads is null." in capsys.readouterr().out
 
 
 def test_a_rate_of_the_mixing_needs_a_mixing(tmp_path):
@@ -173,10 +193,10 @@ def test_a_recipes_file_trains_models_without_a_mixing_too(kind, pseudo_heads, m
     start = find_start(run)
     settle_pseudo_heads(start, run)
     assert run.mixing_scale == 2
-    settle_mixing_scale(start, run)
+    settle_training_options(start, run)
     assert run.mixing_scale == (2 if mixes else None)
-    assert ("Note: mixing_scale=2 is for models that mix heads" in capsys.readouterr().out) is not mixes
-    model, _ = prepare_model(start, run_config(start, run, args), run, args)
+    assert ("Note: mixing_scale=2.0 is left out: " in capsys.readouterr().out) is not mixes
+    model = prepare_model(start, run_config(start, run, args), run, args)
     assert bool(trained_mixing(model)) is mixes
 
 

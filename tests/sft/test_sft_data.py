@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import datasets
@@ -88,6 +89,7 @@ def test_a_home_directory_is_found_in_every_key(tmp_path, monkeypatch):
         RunArguments(dataset_name="a", eval_dataset_name="~/rows.jsonl").eval_dataset_name == f"{tmp_path}/rows.jsonl"
     )
     assert SFTConfig(output_dir="~/run", use_cpu=True).output_dir == f"{tmp_path}/run"
+    (tmp_path / "run" / "checkpoint-2").mkdir(parents=True)
     assert checkpoint_to_resume("~/run/checkpoint-2", tmp_path) == tmp_path / "run" / "checkpoint-2"
     assert checkpoint_to_resume(None, tmp_path) is None
     with pytest.raises(UserError, match="resume_from_checkpoint=true: .* holds no whole checkpoint"):
@@ -192,6 +194,19 @@ def test_the_paper_s_size_learns_to_end_answers_with_llama_3_s_tokens(tmp_path):
     learned = tokenizer.decode([token for token in row["labels"] if token >= 0])
     answers = [turn["content"] for turn in CONVERSATIONS[0] if turn["role"] == "assistant"]
     assert learned == "".join(answer + "<|eot_id|>" for answer in answers)
+
+
+def test_trl_marks_answers_of_a_family_that_it_knows(tmp_path):
+    """Give no template: in place of Qwen's own, which marks nothing, TRL trains by one that does."""
+    tokenizer = byte_tokenizer(special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
+    directory = Path(find_spec("trl").origin).parent / "chat_templates"
+    tokenizer.chat_template = (directory / "qwen2_5.jinja").read_text(encoding="utf-8")
+    _, args = run_of("rows.jsonl", tmp_path, assistant_only_loss=True)
+    check_template(Dataset.from_list([{"messages": CONVERSATIONS[0]}]).features, tokenizer, args)
+    (row,) = trained_on([{"messages": CONVERSATIONS[0]}], tokenizer)
+    learned = tokenizer.decode([token for token in row["labels"] if token >= 0])
+    answers = [turn["content"] for turn in CONVERSATIONS[0] if turn["role"] == "assistant"]
+    assert learned.replace("\n", "") == "".join(answer + "<|im_end|>" for answer in answers).replace("\n", "")
 
 
 def test_a_template_that_would_not_teach_the_model_to_stop_is_refused(tmp_path):

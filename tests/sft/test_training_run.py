@@ -1,5 +1,6 @@
 """Test what a run rejects, what it records, how it stops, and how it goes on."""
 
+import copy
 import json
 import math
 import os
@@ -22,13 +23,15 @@ from trl import SFTConfig, SFTTrainer
 
 from iha.cards import Origin, origin_to_add
 from iha.errors import ROOT, UserError, run_cli
-from iha.files import sole_writer
+from iha.files import read_json, sole_writer
 from iha.hub.checkpoint_checks import checkpoint_files
 from iha.sources import find_source
 from sft import make_model, results, train
 from sft.arguments import RecipeParser
+from sft.base_model import identify_start
 from sft.checkpoints import RECORD, clear_later_checkpoints, newest_whole_checkpoint
 from sft.log_figures import CountTokens
+from sft.record import FIXED_KEYS, Record, changed_keys, check_goes_on
 from sft.trainer import SFTRecipeTrainer
 
 
@@ -84,7 +87,7 @@ def assert_same_run(output: Path, whole: Path):
         ("ignore_data_skip", "true", "is not used here: a resumed run would repeat rows"),
         ("trust_remote_code", "true", "is not used here: no run executes the code of a checkpoint"),
         ("chat_template_path", "absent", "absent is not a .jinja file"),
-        ("resume_from_checkpoint", "absent", "absent has no run.json"),
+        ("resume_from_checkpoint", "absent", "resume_from_checkpoint: there is no directory absent"),
         ("resume_from_checkpoint", "false", "resume_from_checkpoint=false: expected a checkpoint's directory"),
         ("learning_rat", "1", "no key 'learning_rat'; similar: learning_rate"),
         ("eval_size", "0", "eval_strategy and eval_on_start need rows to evaluate on"),
@@ -242,6 +245,28 @@ def test_a_run_does_not_continue_with_what_the_checkpoint_would_not_take(
         train.main(command(tiny, rows_file, tmp_path / "run", **keys))
 
 
+def test_a_run_does_not_continue_with_other_adapters_and_equal_values_do_not_differ(whole, tmp_path):
+    before = read_json(whole / "checkpoint-6" / RECORD, Record)
+    assert before["recipe"].keys() >= {*FIXED_KEYS}
+    of_adapters = {name for name in before["recipe"] if name.startswith(("lora_", "load_in_", "use_rs", "use_do"))}
+    assert of_adapters - {*FIXED_KEYS} == {"lora_dropout", "lora_task_type"}
+    now = copy.deepcopy(before)
+    now["recipe"] |= {"weight_decay": 0 if before["recipe"]["weight_decay"] == 0 else None, "max_steps": "6"}
+    assert not changed_keys(before, now)
+    now["recipe"]["lora_target_modules"] = ["q_proj"]
+    with pytest.raises(UserError, match="lora_target_modules: the run began with None and cannot go on with"):
+        check_goes_on(now, whole / "checkpoint-6")
+
+
+def test_random_weights_are_the_same_on_another_transformers(monkeypatch):
+    run, _ = RecipeParser("").parse(["--preset", "tiny", "--dataset_name", "rows.jsonl", "--output_dir", "run"])
+    before = identify_start(train.find_start(run), seed=0)
+    monkeypatch.setattr("transformers.configuration_utils.__version__", "5.99.0")
+    start = train.find_start(run)
+    assert start.config.to_dict()["transformers_version"] == "5.99.0"
+    assert identify_start(start, seed=0) == before != identify_start(start, seed=1)
+
+
 def test_a_run_does_not_continue_with_another_batch_or_before_its_last_checkpoint(whole, tiny, rows_file, tmp_path):
     shutil.copytree(whole / "checkpoint-6", tmp_path / "checkpoint-2")
     from_checkpoint = {"resume_from_checkpoint": tmp_path / "checkpoint-2", "max_steps": 8}
@@ -294,11 +319,10 @@ def test_a_second_run_in_one_directory_is_refused(tmp_path, monkeypatch):
             train.main(arguments)
         # The other processes of the run that holds the lock.
         entered = []
-        monkeypatch.setattr(
-            train, "prepare_model", lambda start, config, run, args: (None, entered.append(args.output_dir))
-        )
-        steps = "find_start settle_pseudo_heads settle_mixing_scale run_config lora_config training_rows build_trainer"
-        for name in (*steps.split(), "train"):
+        for name in "find_start settle_pseudo_heads settle_training_options run_config prepare_tokenizer".split():
+            monkeypatch.setattr(train, name, lambda *_: None)
+        monkeypatch.setattr(train, "prepare_model", lambda start, config, run, args: entered.append(args.output_dir))
+        for name in ("training_rows", "lora_config", "build_trainer", "train"):
             monkeypatch.setattr(train, name, lambda *_: None)
         monkeypatch.setattr(SFTConfig, "process_index", 1)
         train.main(arguments)
@@ -562,7 +586,9 @@ def test_a_loss_that_is_not_plain_has_no_bits_per_byte(tmp_path):
         arguments[model : model + 2] = ["--preset", "tiny"]
         run, args = RecipeParser("").parse(arguments)
         start = train.find_start(run)
-        model, tokenizer = train.prepare_model(start, train.run_config(start, run, args), run, args)
+        config = train.run_config(start, run, args)
+        tokenizer = train.prepare_tokenizer(start, config, run)
+        model = train.prepare_model(start, config, run, args)
         rows = train.training_rows(train.data_of(run, args), run, args, tokenizer)
         trainer = train.build_trainer(run, args, model, tokenizer, None, rows)
         assert (trainer.bits_per_byte is not None) == has_bits
