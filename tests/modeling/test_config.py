@@ -427,20 +427,14 @@ def test_a_window_of_a_preset_that_is_none_is_refused():
 # Weights in matrices and norms of the IHA paper's models, and of GPT-3 small without its learned positions and biases.
 PAPER = 26 * (4 * 2560**2 + 2 * 2560 * 10240) + 128256 * 2560 + (2 * 26 + 1) * 2560
 GPT3_SMALL = 12 * (4 * 768**2 + 2 * 768 * 3072) + 50257 * 768 + 25 * 768
-# "1, 10, 32 and 106 million" of the table in configuration_iha/README.md
+# "1, 10 and 106 million" of the table in configuration_iha/README.md
 SMALL = {
     "1m": 5 * (4 * 128**2 + 3 * 128 * 352) + 256 * 128 + (2 * 5 + 1) * 128,
     "10m": 10 * (4 * 256**2 + 3 * 256 * 1024) + 256 * 256 + (2 * 10 + 1) * 256,
-    "30m": 10 * (4 * 512**2 + 3 * 512 * 1408) + 256 * 512 + (2 * 10 + 1) * 512,
     "100m": 15 * (4 * 768**2 + 3 * 768 * 2048) + 256 * 768 + (2 * 15 + 1) * 768,
 }
 FOLDER = Path(configuration_iha.__file__).parent
-SMALL_LAYERS = {
-    "1m": (5, 8, 16),
-    "10m": (10, 8, 32),
-    "30m": (10, 8, 64),
-    "100m": (15, 12, 64),
-}  # layers, heads, head_dim
+SMALL_LAYERS = {"1m": (5, 8), "10m": (10, 8), "100m": (15, 12)}  # layers, heads
 # IHA adds 3 H^2 P + H P in each of 21 mixing layers; the others 2 H^2 or 4 d in each of 26. HyperAttention without
 # sharing has a second key and value. The sizes of DCFormers are those of their names.
 PRESET_SIZES = {
@@ -452,9 +446,7 @@ PRESET_SIZES = {
     "paper-2.4b-paired-heads": PAPER,
     **{f"small-{size}-{form}": count for size, count in SMALL.items() for form in ("global", "global-local")},
     **{f"small-{size}-paired-heads": count for size, count in SMALL.items()},
-    **{f"small-{size}-talking-heads": SMALL[size] + n * 2 * h**2 for size, (n, h, _) in SMALL_LAYERS.items()},
-    **{f"small-{size}-diff": SMALL[size] + n * 4 * d for size, (n, _, d) in SMALL_LAYERS.items()},
-    **{f"small-{size}-iha": SMALL[size] + n * 4 // 5 * (3 * h**3 + h**2) for size, (n, h, _) in SMALL_LAYERS.items()},
+    **{f"small-{size}-iha": SMALL[size] + n * 4 // 5 * (3 * h**3 + h**2) for size, (n, h) in SMALL_LAYERS.items()},
     **dict.fromkeys(
         [f"gpt3-small{name}" for name in ("", "-hyper-feature", "-hyper-feature-v2", "-hyper")], GPT3_SMALL
     ),
@@ -479,7 +471,7 @@ def test_presets_have_the_size_of_their_papers(preset):
 @pytest.mark.parametrize("size", SMALL)
 def test_small_presets_differ_by_their_form_alone(size):
     """Give IHA the window that a change of the context gives it, and P = H."""
-    forms = ("global", "global-local", "iha", "talking-heads", "diff", "paired-heads")
+    forms = ("global", "global-local", "iha", "paired-heads")
     files = {form: json.loads((FOLDER / f"small-{size}-{form}.json").read_text()) for form in forms}
     own = {"attention_kinds", "layer_types", "sliding_window", "num_pseudo_heads"}
     shared = [{name: value for name, value in fields.items() if name not in own} for fields in files.values()]
