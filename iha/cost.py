@@ -17,7 +17,7 @@ from iha.counted_config import counted_config
 from iha.errors import run_cli
 from iha.files import write_json
 from iha.kinds import described, virtual_tokens_per_token
-from iha.model_cost import Cost, ModelCost, Passes, cost_of_model, exchanged_bytes, model_cost, passes_of_model
+from iha.model_cost import Cost, ModelCost, Passes, cost_of_model, model_cost, passes_of_model
 from iha.plain_models import compared_with
 from iha.step_memory import StepMemory, Way, of_sharded_training, of_training
 
@@ -52,11 +52,6 @@ def cost(asked: CostArguments) -> None:
         for each in steps:
             peaks[each.title] = memory_of_a_step(each.config, asked)
             print(f"  {each.title}: {line_of_memory(peaks[each.title])}")
-    sent: dict[str, int] = {}
-    if asked.share_rows > 1:
-        for each in steps:
-            sent[each.title] = exchanged_bytes(each.config, asked.tokens, asked.share_rows)
-            print(f"{each.title}: {line_of_exchange(sent[each.title])}")
     times: dict[str, Times] = {}
     if asked.tflops is not None:
         print(f"{heading_of_time(asked)}:")
@@ -66,7 +61,7 @@ def cost(asked: CostArguments) -> None:
 
     if asked.json is not None:
         costs = parts | {each.title: each.cost for each in plain}
-        write_json(asked.json, figures(costs, peaks, sent, times, asked))
+        write_json(asked.json, figures(costs, peaks, times, asked))
 
 
 # The table
@@ -152,12 +147,6 @@ def line_of_memory(peaks: Peaks) -> str:
     return f"{', '.join(texts)} ({', '.join(stays)})"
 
 
-def line_of_exchange(sent: int) -> str:
-    """Return what a process sends to those with which it shares a row, in gigabytes, from the bytes of a pass."""
-    once, thrice = sent / 1e9, 3 * sent / 1e9
-    return f"a process sends {once:.2f} GB in a forward pass, {thrice:.2f} GB in a step with checkpointing"
-
-
 # The time of a training step
 
 
@@ -211,18 +200,13 @@ def hours(time: float, steps: int) -> float:
 
 
 def figures(
-    costs: dict[str, Cost],
-    peaks: dict[str, Peaks],
-    sent: dict[str, int],
-    times: dict[str, Times],
-    asked: CostArguments,
+    costs: dict[str, Cost], peaks: dict[str, Peaks], times: dict[str, Times], asked: CostArguments
 ) -> dict[str, Any]:
     """Return what was printed as JSON values: parameters, multiply-adds, cached values, bytes, seconds and hours."""
     names = ("tokens", "batch", "gpus", "share_rows", "lora_r", "bits", "tflops", "steps")
     return {name: getattr(asked, name) for name in names} | {
         "costs_of_a_sequence": {title: asdict(part) for title, part in costs.items()},
         "bytes_of_a_step": figures_of_steps(peaks, StepMemory._asdict),
-        "bytes_sent_in_a_forward_pass": sent,
         "seconds_of_a_step": figures_of_steps(times, float),
         "hours": {} if asked.steps is None else figures_of_steps(times, lambda time: hours(time, asked.steps)),
     }

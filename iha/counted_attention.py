@@ -131,30 +131,25 @@ AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
 
 
 @torch.library.custom_op("flash_attn_counted::exchange", mutates_args=())
-def exchange(states: torch.Tensor, shape: list[int], sent: int) -> torch.Tensor:
-    """Send `sent` bytes to other processes, and return what comes from them and the own part."""
+def exchange(states: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    """Send states to other processes, and return what comes from them and the own part."""
     raise NotImplementedError("Models without data alone call this.")
 
 
 @exchange.register_fake
-def _(states, shape, sent):
+def _(states, shape):
     return states.new_empty(shape)
 
 
 def keep_shape(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-    states, _, ctx.sent = inputs
-    ctx.shape = states.shape
+    ctx.shape = inputs[0].shape
 
 
 def exchange_back(ctx: Any, gradient: torch.Tensor) -> tuple:
-    return torch.ops.flash_attn_counted.exchange(gradient.contiguous(), ctx.shape, ctx.sent), None, None
+    return torch.ops.flash_attn_counted.exchange(gradient.contiguous(), ctx.shape), None
 
 
 exchange.register_autograd(exchange_back, setup_context=keep_shape)
-
-
-def sent_bytes(states: tuple, shape: tuple, sent: int, **kwargs) -> int:
-    return sent
 
 
 def attend_to_shared_row(
@@ -178,8 +173,7 @@ def attend_by_heads(query, key, value, num_processes: int, total: int) -> torch.
     states = [query, *(each.repeat_interleave(shared // groups, dim=1) for each in (key, value))]
 
     def exchanged(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
-        sent = tensor.nbytes * (num_processes - 1) // num_processes
-        return torch.ops.flash_attn_counted.exchange(tensor.clone(), [1, *shape], sent)
+        return torch.ops.flash_attn_counted.exchange(tensor.clone(), [1, *shape])
 
     row = [exchanged(each, each.shape[1] // num_processes, total, each.shape[3]) for each in states]
     output, _ = torch.ops.flash_attn_counted.forward(*row, visible_pairs(total))
@@ -192,8 +186,7 @@ def attend_by_neighbours(query, key, value, total: int, window: int) -> torch.Te
     own = torch.cat((key, value), dim=-1)
     before = min(window, total - length)
     shape = [*own.shape[:2], before, own.shape[3]]
-    sent = own.new_empty(()).nbytes * math.prod(shape)
-    states = torch.cat((torch.ops.flash_attn_counted.exchange(own.clone(), shape, sent), own), dim=2)
+    states = torch.cat((torch.ops.flash_attn_counted.exchange(own.clone(), shape), own), dim=2)
     key, value = states.split((key.shape[-1], value.shape[-1]), dim=-1)
     return torch.ops.flash_attn_counted.forward(query, key, value, length * window)[0]
 

@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from iha import counted_attention
 from iha.counted_adapters import add_adapters
-from iha.without_data import check_can_share_rows, counting, keep_one_of_each, layers_of, row_of_tokens, without_data
+from iha.without_data import counting, keep_one_of_each, layers_of, row_of_tokens, without_data
 from modeling_iha.transformers_versions import CACHE
 
 
@@ -219,20 +219,6 @@ def count_decoding(model: PreTrainedModel, input_ids: torch.Tensor) -> tuple[Cou
         with LayerCounter(layers_of(model)) as counter:
             model(input_ids=input_ids[:, :1], **{CACHE: cache})
     return counter.counts(), cached
-
-
-def exchanged_bytes(config: PreTrainedConfig, tokens: int, num_processes: int) -> int:
-    """Count what a process sends to others in a forward pass over a row of `tokens` that they share.
-
-    Raise `UserError`."""
-    operator = torch.ops.flash_attn_counted.exchange
-    with counting(config):
-        model = without_data(config, counted_attention.of_shared_rows(num_processes))
-        check_can_share_rows(model)
-        mapping = {operator: counted_attention.sent_bytes}
-        with FlopCounterMode(display=False, custom_mapping=mapping) as counter, torch.no_grad():
-            model(**row_of_tokens(model, 1, tokens // num_processes), use_cache=False)
-    return counter.get_flop_counts()["Global"][operator]
 
 
 def values_of(layer: object) -> int:

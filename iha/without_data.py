@@ -75,9 +75,11 @@ def without_data(
 
 
 def check_can_share_rows(model: PreTrainedModel) -> None:
-    """Raise `UserError` for a model with layers that attend by no function of Transformers."""
+    """Raise `UserError` for a model with layers that attend by no function of Transformers: over scores or tuples."""
     if any(isinstance(module, ScoreMatrixAttention) for module in model.modules()):
-        raise UserError("Layers that change scores attend by no function that processes could share.")
+        raise UserError(
+            "Layers that change scores or attend to pairs cannot share rows: leave out cp_size or --share-rows."
+        )
 
 
 def has_model(auto_class: Any, config: PreTrainedConfig) -> bool:

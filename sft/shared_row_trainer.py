@@ -14,6 +14,7 @@ from datasets import IterableDataset
 from transformers import PreTrainedModel
 
 from iha.errors import UserError
+from iha.without_data import check_can_share_rows
 from modeling_iha.attention_mha import MultiHeadAttention
 from modeling_iha.attention_paired_heads import PairedHeadsAttention
 from modeling_iha.interleaved_attention import PREFIX, has_virtual_heads, implementation_of_user
@@ -22,16 +23,10 @@ from sft.sequence_parallel import AttendInPieces, piece, shared_rows
 from sft.trainer import SFTRecipeTrainer
 
 
-# Kinds that attend by an attention function of Transformers. The others would silently attend within a piece.
-KINDS = {"mha", "iha", "paired_heads", "diff", "diff_v2", "knocking_heads"}
-
-
 def check_core(model: PreTrainedModel) -> str:
     """Return the attention function by which a model can attend to shared rows. Raise `UserError` if it has none."""
+    check_can_share_rows(model)  # other layers would silently attend within a piece
     config = model.config.get_text_config()
-    others = set(getattr(config, "attention_kinds", ())) - KINDS
-    if others:
-        raise UserError(f"Layers of the kinds {', '.join(sorted(others))} cannot share rows: leave out cp_size.")
     core = config._attn_implementation
     if config.model_type == "iha":
         core = SDPA_IN_BLOCKS if core == "sdpa" else core

@@ -38,7 +38,7 @@ from iha.counted_adapters import add_adapters
 from iha.counted_attention import visible_pairs
 from iha.counted_config import of_checkpoint, of_preset
 from iha.errors import UserError
-from iha.model_cost import cost_of_model, exchanged_bytes, model_cost, passes_of_model
+from iha.model_cost import cost_of_model, model_cost, passes_of_model
 from iha.plain_models import with_mha
 from iha.sources import find_source
 from iha.step_memory import Counter, StepMemory, Way, of_sharded_training, of_training
@@ -478,13 +478,11 @@ def test_offload_keeps_the_input_of_each_layer_from_the_peak():
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_rows_are_shared_as_sft_shares_them(window, monkeypatch):
-    """Compare what is sent with sft/sequence_parallel.py, in the middle of a group of processes."""
+    """Compare shapes and FLOPs with those of sft/sequence_parallel.py, in the middle of a group of processes."""
     size, rank, heads, groups, tokens = 4, 2, 8, 2, 32
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    sent = []
 
     def exchange(states, counts, received, group):
-        sent.append((sum(counts) - counts[rank]) * states[0].nbytes)
         return states.new_empty(sum(received), *states.shape[1:])
 
     monkeypatch.setattr(sequence_parallel, "exchange", exchange)
@@ -494,19 +492,17 @@ def test_rows_are_shared_as_sft_shares_them(window, monkeypatch):
     bounds = torch.tensor([0, size * tokens], dtype=torch.int32)
     real = sequence_parallel.AttendInPieces("counted_flash", dist.group.WORLD)
     stand_in = partial(counted_attention.attend_to_shared_row, size)
-    shapes_of_output = []
+    found = []
     for attend in (real, stand_in):
         shapes = [(1, heads, tokens, 8), (1, groups, tokens, 8), (1, groups, tokens, 8)]
         states = [torch.empty(shape, device="meta", requires_grad=True) for shape in shapes]
-        mapping = {torch.ops.flash_attn_counted.exchange: counted_attention.sent_bytes}
-        with FlopCounterMode(display=False, custom_mapping=mapping) as flops:
+        with FlopCounterMode(display=False, custom_mapping=counted_attention.FLOPS) as flops:
             output, _ = attend(module, *states, None, sliding_window=window, cu_seq_lens_q=bounds)
             output.sum().backward()
-        shapes_of_output.append(output.shape)
+        # The stand-in for a flash core counts rows from their start, and a window reaches before a process's tokens.
+        found.append((output.shape, None if window else flops.get_total_flops()))
     dist.destroy_process_group()
-    assert shapes_of_output[0] == shapes_of_output[1]
-    in_both_passes = flops.get_flop_counts()["Global"][torch.ops.flash_attn_counted.exchange]
-    assert sum(sent) == pytest.approx(in_both_passes, rel=0.06)  # a window of 20 needs 19 tokens before its own
+    assert found[0] == found[1]
 
 
 def test_what_cannot_be_shared_or_is_not_counted_is_refused():
@@ -519,7 +515,7 @@ def test_what_cannot_be_shared_or_is_not_counted_is_refused():
     }.items():
         with pytest.raises(UserError, match=named):
             cost_command.main(["--preset", "tiny", "--tokens", "8", *words.split()])
-    words = "--preset tiny --set attention_kinds=talking_heads --tokens 8 --gpus 2 --share-rows 2 --no-memory"
+    words = "--preset tiny --set attention_kinds=talking_heads --tokens 8 --gpus 2 --share-rows 2"
     with pytest.raises(UserError, match="Layers that change scores"):
         cost_command.main(words.split())
     shared = Way(checkpointing=True, share_rows=8)
@@ -546,13 +542,11 @@ def test_the_command_counts_shared_rows_and_adapters(capsys, monkeypatch, tmp_pa
     words = "--preset tiny --tokens 256 --gpus 2 --share-rows 2 --offload --tflops 1"
     cost_command.main([*words.split(), "--json", str(tmp_path / "cost.json")])
     written = json.loads((tmp_path / "cost.json").read_text())
-    sent = exchanged_bytes(IHAConfig.from_preset("tiny"), 256, 2)
-    assert written["bytes_sent_in_a_forward_pass"]["this model"] == sent
     assert (written["share_rows"], written["lora_r"], written["bits"]) == (2, None, 32)
     printed = capsys.readouterr().out
     assert "training step on each of 2 GPUs, sharded by FSDP2 (not compared with a GPU), 2 of which share" in printed
     assert "with activation checkpointing in the host's memory and TRL's loss" in printed
-    assert "this model: a process sends 0.0" in printed and "time of a step of 1 rows" in printed
+    assert "time of a step of 1 rows" in printed
     cost_command.main("--preset tiny --tokens 64 --lora-r 4 --bits 4".split())
     assert "training step, LoRA of rank 4 on weights in 4 bits, AdamW" in capsys.readouterr().out
     assert sharded and all(way.share_rows == gpus == 2 for way, gpus in sharded)
