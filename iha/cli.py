@@ -1,31 +1,25 @@
 """Run a command of this package: `iha convert`, `verify`, `push`, `pull`, `cost` or `serve`.
 
-In a checkout also `iha train` (`python -m sft.train`), `evaluate` (`evaluation.run`) and `compare`
-(`research.compare`).
-
 example: iha convert HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha --num-pseudo-heads 2
 """
 
 import argparse
 import importlib
 import inspect
-import runpy
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
-from importlib.metadata import PackageNotFoundError, metadata, version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import typer
 
 from iha import api
 from iha.cost_arguments import cost_arguments
-from iha.errors import IS_CHECKOUT, ROOT, UserError, run_cli
+from iha.errors import run_cli
 
 
 FUNCTIONS = {"convert": api.convert, "verify": api.verify, "push": api.push, "pull": api.pull}
-# Commands of a checkout, which read recipes, tasks and studies that no wheel holds, and the module of each.
-COMMANDS_OF_A_CHECKOUT = {"train": "sft.train", "evaluate": "evaluation.run", "compare": "research.compare"}
 
 
 def call(command: Callable, words: Sequence[str] | None = None) -> None:
@@ -67,17 +61,6 @@ def own_version() -> str:
         return "(a checkout that is not installed)"
 
 
-def run_in_checkout(name: str) -> None:
-    """Run a command of a checkout. Raise `UserError` if only the package is installed."""
-    module = COMMANDS_OF_A_CHECKOUT[name]
-    if not IS_CHECKOUT:
-        addresses = dict(entry.split(", ") for entry in metadata("modeling-iha").get_all("Project-URL"))
-        clone = f'run git clone {addresses["Repository"]} and, in the new directory, pip install -e ".[scripts]"'
-        raise UserError(f"iha {name} needs a checkout, because it is `python -m {module}`: {clone}.")
-    sys.path.insert(0, str(ROOT))
-    runpy.run_module(module, run_name="__main__")
-
-
 def run(name: str) -> None:
     """Run the command `name` with the arguments of the command line."""
     if name in FUNCTIONS:
@@ -85,18 +68,17 @@ def run(name: str) -> None:
     elif name == "cost":
         arguments = cost_arguments()  # wrong ones stop it before PyTorch is imported
         importlib.import_module("iha.cost").cost(arguments)
-    elif name == "serve":  # Transformers' server parses its arguments
+    else:  # "serve", whose arguments Transformers' server parses
         importlib.import_module("iha.serving.serve").main()
-    else:
-        run_in_checkout(name)
 
 
 def main() -> None:
     """Run the command that the first argument names, with the other arguments."""
     parser = argparse.ArgumentParser("iha", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"%(prog)s {own_version()}")
-    names = [*FUNCTIONS, "cost", "serve", *COMMANDS_OF_A_CHECKOUT]
-    parser.add_argument("command", choices=names, help="`iha COMMAND --help` describes it and its arguments")
+    parser.add_argument(
+        "command", choices=[*FUNCTIONS, "cost", "serve"], help="`iha COMMAND --help` describes it and its arguments"
+    )
     name = parser.parse_args(sys.argv[1:2]).command
     sys.argv = [f"iha {name}", *sys.argv[2:]]
     run_cli(lambda: run(name))

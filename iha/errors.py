@@ -62,7 +62,7 @@ def run_cli(main: Callable[[], Result]) -> Result:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python writes the rest at its end
         sys.exit(128 + signal.SIGPIPE)
     except BaseException as error:  # the panics of Rust's libraries are no `Exception`
-        if "--traceback" in sys.orig_argv:  # `iha train` has taken it out of the words that sft.train sees
+        if "--traceback" in given:
             raise
         print(f"Error: {_explained(error)}", file=sys.stderr)
         sys.exit(1)

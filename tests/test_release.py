@@ -6,19 +6,16 @@ import re
 import shutil
 import subprocess
 import sys
-from email.message import Message
 
 import check_release
 import pytest
 import yaml
 
-from iha import cli, errors
-from iha.errors import ROOT, UserError
+from iha import errors
+from iha.errors import ROOT
 
 
 GITHUB = ROOT / ".github"
-METADATA = Message()
-METADATA["Project-URL"] = "Repository, https://github.com/me/x"
 TARGETS = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
 
 
@@ -85,21 +82,6 @@ def test_a_tag_is_that_of_the_version(checkout, monkeypatch):
         check_release.check_address("v1.2")
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS_OF_A_CHECKOUT)
-def test_a_command_of_a_checkout_runs_there_and_needs_it_elsewhere(name, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["iha", name, "--help"])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    assert not stopped.value.code and "usage: " in capsys.readouterr().out
-    monkeypatch.setattr(cli, "IS_CHECKOUT", False)
-    monkeypatch.setattr(cli, "metadata", lambda name: METADATA)
-    with pytest.raises(
-        UserError, match=f"^iha {name} needs a checkout, .*: run git clone https://github.com/me/x and"
-    ):
-        cli.run(name)
-
-
 def test_a_wheel_is_not_told_to_install_a_checkout(monkeypatch):
     assert errors.missing("trl").endswith('run pip install -e ".[scripts]" in the checkout.')
     monkeypatch.setattr(errors, "IS_CHECKOUT", False)
@@ -124,14 +106,6 @@ def test_workflows_take_the_supported_pythons():
     tested = read_yaml(GITHUB / "workflows" / "test.yml")["jobs"]["test"]["strategy"]["matrix"]["python"]
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     assert tested == re.findall(r'"Programming Language :: Python :: (3\.\d+)"', setup)
-
-
-@pytest.mark.parametrize("name", ["bug", "question"])
-def test_issue_forms_have_labelled_fields(name):
-    form = read_yaml(GITHUB / "ISSUE_TEMPLATE" / f"{name}.yml")
-    assert form["name"] and form["description"]
-    fields = {field["id"]: field["attributes"]["label"] for field in form["body"]}
-    assert all(fields.values()) and (name == "question" or {"script", "versions"} <= fields.keys())
 
 
 def test_the_citation_is_that_of_the_readme():

@@ -79,19 +79,6 @@ def test_attention_weights_have_gradients(mechanism):
     assert all(weights.grad.any() for weights in output.attentions)
 
 
-@pytest.mark.parametrize("mechanism", OF_EACH_KIND.values(), ids=str)
-def test_learning(mechanism):
-    """Learn one batch of two rows of 9 tokens by heart."""
-    model, input_ids = random_model(mechanism.hybrid_config()).train(), random_ids(2, 9)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
-    for _ in range(30):
-        optimizer.zero_grad()
-        loss = model(input_ids, labels=input_ids).loss
-        loss.backward()
-        optimizer.step()
-    assert loss < 0.05
-
-
 @pytest.mark.parametrize("window", [None, 3])
 @mechanisms
 def test_attention_is_dropped_in_training_alone(mechanism, window, monkeypatch):

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from iha.errors import ROOT, UserError
+from iha.errors import UserError
 from modeling_iha import sdpa_in_blocks
 from research.benchmarks import cpu
 
@@ -82,7 +82,3 @@ def test_the_rule_of_the_default_fails_after_the_page_is_written(tmp_path, monke
     page = (tmp_path / "README.md").read_text()
     assert "**Default, a layer**" in page and "| default | 1.06 | 1.06 |" in page
     assert record["command"] == "python -m research.benchmarks.cpu"
-
-
-def test_nothing_that_git_tracks_is_written_unless_told():
-    assert cpu.OUTPUTS.is_relative_to(ROOT / "outputs")

@@ -1,6 +1,5 @@
 """Test that each claim of research/README.md has a verdict, and a command that exists, here or at its commit."""
 
-import ast
 import re
 import subprocess
 from importlib.util import find_spec
@@ -122,16 +121,3 @@ def test_flops_of_dcmha_in_its_table_2():
         head = tokens * config.vocab_size * config.hidden_size
         shares.append(f"{(composed - plain) / (plain - head):.1%}")
     assert row["ours"] == ", ".join(shares)
-
-
-STUDIES = [
-    path
-    for path in sorted((ROOT / "research" / "experiments").glob("*.py"))
-    if "\ndef main(" in path.read_text(encoding="utf-8")
-]
-
-
-@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
-def test_each_study_says_how_long_it_takes(path):
-    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-    assert re.search(r"\b(seconds?|minutes?|hours?)\b", text)
