@@ -57,7 +57,7 @@ class Call(NamedTuple):
     dense: torch.Tensor | None = None  # a user's mask [rows or 1, heads or 1, N, cached + N], in place of all these
     positions: torch.Tensor | None = None  # [rows or 1, N], only where documents would be kept apart
     # Where the documents of all rows begin, and the end, int32 [documents + 1]. Runs of padding are documents too, so
-    # with documents no real token sees padding, and layers ignore `padding`.
+    # with documents no real token sees padding.
     documents: torch.Tensor | None = None
     longest: int | None = None  # tokens of the longest document, unless the caller has given the documents
     sizes: tuple[int, ...] | None = None  # tokens of each document, where a GPU computes one after the other
@@ -378,11 +378,9 @@ def visibility_of_arguments(
     """Return what the arguments of an attention function let its queries see, without what hides nothing."""
     batch, length = query.shape[0], query.shape[2]
     documents = kwargs.get("cu_seq_lens_q")
-    if documents is not None:
-        padding = None  # see `Call.documents`
-        # Each row begins a document, so as many documents as rows are the rows, and hide nothing.
-        has_one_for_each_row = documents.shape[0] == batch + 1
-        documents = None if has_one_for_each_row else documents
+    if documents is not None and documents.shape[0] == batch + 1:
+        # Each row begins a document, so as many documents as rows are the rows, and there is no padding.
+        documents = padding = None
     window = None if window is None or window >= length else window
     longest = kwargs.get("max_length_q") or length
     return Visibility(padding, documents, longest, kwargs.get("document_lengths"), window)
@@ -402,9 +400,23 @@ def attend_flat(module, query, key, value, visibility: Visibility, options: dict
         return attend_without_padding(module, query, *first_keys(query, key, value), visibility, options)
     check_mask(visibility.padding, len(key), key.shape[2])
     num_features = value.shape[-1]
-    query, key, value = hide_padding(query, key, value, visibility.padding)
+    is_seeing = sees_real_key(visibility, query.shape[2])
+    if visibility.documents is None:
+        query, key, value = hide_padding(query, key, value, visibility.padding)
     output = attend_without_padding(module, query, *first_keys(query, key, value), visibility, options)
-    return output[..., :num_features]
+    return output[..., :num_features].masked_fill(~is_seeing[:, :, None, None], 0)
+
+
+def sees_real_key(visibility: Visibility, length: int) -> torch.Tensor:
+    """Return whether queries see a key that is not padding, [batch, length]. SDPA returns zero for those that do not.
+
+    Without this the tokens of left padding would see one another, and the last of them predicts the first real one."""
+    if visibility.documents is not None:  # each run of padding is one
+        return visibility.padding[:, :length]
+    counts = visibility.padding.cumsum(dim=-1)
+    if visibility.window is not None:
+        counts = counts - pad(counts, (visibility.window, 0))[:, : counts.shape[1]]
+    return counts[:, :length] > 0
 
 
 def first_keys(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

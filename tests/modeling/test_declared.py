@@ -53,12 +53,20 @@ def test_a_mask_of_ones_costs_nothing(name, monkeypatch):
         assert bool(calls) == ("padding" in call or call == "hole")
 
 
-@torch.no_grad()
-def test_after_a_right_padded_prompt_generation_goes_on_as_in_the_base():
-    """Compare what the padding of the prompt sees, from which `generate` takes the first token."""
-    base = decoder("llama").eval()
+@pytest.mark.parametrize("call", ["left padding", "right padding"])
+@pytest.mark.parametrize(("name", "fields"), [("llama", {}), ("mistral", {"sliding_window": WINDOW})])
+def test_padding_sees_what_it_sees_in_the_base(name, fields, call):
+    """Compare all tokens. After a prompt with right padding `generate` takes the first token from the last of padding,
+    and in training the last one of left padding predicts the first real token."""
+    base = decoder(name, **fields)
     model = interleave_heads(copy.deepcopy(base), 2)
-    assert_close(model(**inputs_of("right padding")).logits, base(**inputs_of("right padding")).logits)
+    found = []
+    for each in (model, base):
+        output = each(**inputs_of(call), labels=inputs_of(call)["input_ids"])
+        output.loss.backward()
+        found.append((output.logits, each.get_output_embeddings().weight.grad))
+    for value, target in zip(*found, strict=True):
+        assert_close(value, target)
 
 
 @pytest.mark.parametrize("name", ["left padding", "right padding"])

@@ -27,7 +27,7 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from modeling_iha import sdpa_in_blocks
+from modeling_iha import interleave_heads, sdpa_in_blocks
 from modeling_iha.sdpa_in_blocks import LEAST_BLOCK, NAME
 
 
@@ -345,6 +345,17 @@ def test_padding_of_a_decoder_in_place(window, case, varlen, small_blocks):
     varlen.clear()  # of the probe
     assert_equals_eager(model, "sdpa", **inputs_of(case, 2, 30))
     assert set(varlen) <= {model.config.head_dim + 8 * (case == "hole")}
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_left_padding_sees_what_it_sees_in_the_base(name, varlen, small_blocks):
+    """Compare all tokens: in training the last one of left padding predicts the first real one."""
+    inputs = inputs_of("left_padding", 2, 30)
+    expected = model_logits(decoder(name), "sdpa", **inputs)
+    model = interleave_heads(decoder(name), 2)
+    varlen.clear()  # of the probe
+    assert_close(model(**inputs).logits, expected)
+    assert varlen
 
 
 def test_where_varlen_is_taken(monkeypatch):
