@@ -117,8 +117,9 @@ def mixing_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     for name, module in interleaved_attention(model).items():
         attention = next(each for each in module.modules() if has_virtual_heads(each))  # a prompt adapter may wrap it
         for part, tensor in attention.state_dict().items():
-            if is_mixing(part) and ".modules_to_save." not in part:
-                state[f"{name}.{part.replace('.original_module.', '.')}"] = tensor
+            if is_mixing(part) and ".modules_to_save." not in part and ".lora_" not in part:
+                original = part.replace(".original_module.", ".").replace(".base_layer.", ".")
+                state[f"{name}.{original}"] = tensor
     if any(tensor.is_meta for tensor in state.values()):
         raise ValueError("The mixing is offloaded: load the model whole.")
     return state

@@ -133,9 +133,12 @@ def mixing_differences(model: nn.Module) -> dict[str, dict[int, torch.Tensor]]:
 
 
 def trained_copy(module: nn.Module) -> nn.Module:
-    """Return the copy of a module that an adapter of PEFT trains, or the module itself."""
+    """Return the copy of a module that an active adapter of PEFT trains, or the module itself."""
     copies = getattr(module, "modules_to_save", None)
-    return module if copies is None else copies[module.active_adapters[0]]
+    if copies is None:
+        return module
+    is_replaced = module.active_adapters and not module.disable_adapters
+    return copies[module.active_adapters[0]] if is_replaced else module.original_module
 
 
 def drawn_around(mixing: nn.Module, part: str) -> torch.Tensor:

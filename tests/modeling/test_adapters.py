@@ -29,6 +29,7 @@ METHODS = {
     "LoRA and a head": LoraConfig(r=2, target_modules=".*q_proj", modules_to_save=[*MIXING_MODULES, "lm_head"]),
     "LoRA and a part": LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["q_mix", "collapse"]),
     "LoRA alone": LoraConfig(r=2, target_modules=["q_proj"]),
+    "LoRA of the mixing": LoraConfig(r=2, target_parameters=["q_mix.weight"], target_modules=["q_proj"]),
     "IA3": peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[], **MIXING),
     "LoHa": peft.LoHaConfig(r=2, **TARGETS),
     "OFT": peft.OFTConfig(r=2, oft_block_size=0, **TARGETS),

@@ -56,8 +56,9 @@ def test_a_mask_of_ones_costs_nothing(name, monkeypatch):
 @pytest.mark.parametrize("call", ["left padding", "right padding"])
 @pytest.mark.parametrize(("name", "fields"), [("llama", {}), ("mistral", {"sliding_window": WINDOW})])
 def test_padding_sees_what_it_sees_in_the_base(name, fields, call):
-    """Compare all tokens. After a prompt with right padding `generate` takes the first token from the last of padding,
-    and in training the last one of left padding predicts the first real token."""
+    """Compare the logits of padding too, by which left padding predicts the first real token of a row.
+
+    After a prompt with right padding `generate` takes the next token from them."""
     base = decoder(name, **fields)
     model = interleave_heads(copy.deepcopy(base), 2)
     found = []

@@ -191,6 +191,20 @@ def test_the_change_of_the_mixing_is_that_of_each_head(collapse, tmp_path):
             assert not any(heads.any() for layers in changes.values() for heads in layers.values())
 
 
+def test_the_change_is_that_of_the_mixing_in_use():
+    model = train_mixing(interleave_heads(decoder("llama"), 2))
+    expected = mixing_change(model)["queries"][0]
+    adapted = get_peft_model(model, LoraConfig(**LORA))
+    with torch.no_grad():
+        adapted.base_model.model.model.layers[0].self_attn.q_mix.modules_to_save.default.weight += 1
+    assert (mixing_change(adapted)["queries"][0] - expected).abs().min() > 0.1
+    with adapted.disable_adapter():
+        assert_close(mixing_change(adapted)["queries"][0], expected)
+    adapted.add_adapter("plain", LoraConfig(target_modules=["q_proj"]))
+    adapted.set_adapter("plain")
+    assert_close(mixing_change(adapted)["queries"][0], expected)
+
+
 @pytest.mark.parametrize("pseudo_collapse", ["per_head", "all_heads"])
 def test_a_mixing_from_scratch_starts_as_far_away_as_its_noise(pseudo_collapse):
     model = IHAForCausalLM(small_config(num_pseudo_heads=2, pseudo_collapse=pseudo_collapse, initializer_range=0.02))
