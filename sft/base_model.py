@@ -35,6 +35,7 @@ from modeling_iha import IHAConfig, interleave_heads, set_mixing_scale
 from modeling_iha.mixing_weights import trained_mixing, weight_names
 from modeling_iha.modeling_iha import IHARotaryEmbedding
 from modeling_iha.modeling_interleaved import implementation_of_user
+from modeling_iha.probes import keeps_documents_apart
 from sft.arguments import RunArguments
 from sft.data import rendering
 from sft.make_model import config_of, random_model, start_tokenizer
@@ -297,27 +298,6 @@ def check_packing(model: PreTrainedModel, args: SFTConfig) -> None:
             f"packing: documents that are packed would attend to one another in this {model.config.model_type!r} "
             "model, which does not tell them by position_ids: set packing and padding_free to false."
         )
-
-
-@torch.no_grad()
-def keeps_documents_apart(model: PreTrainedModel) -> bool:
-    """Return whether the second of two packed documents does not depend on the tokens of the first."""
-    length = 8
-    vocabulary = model.get_input_embeddings().num_embeddings
-    second = torch.arange(2, 2 + length) % vocabulary
-    position_ids = torch.arange(length, device=model.device).repeat(2)[None]
-    was_training = model.training
-    model.eval()  # without dropout
-    found = []
-    for shift in (5, 17):
-        first = (second + shift) % vocabulary
-        tokens = torch.cat((first, second))[None].to(model.device)
-        logits = model(input_ids=tokens, position_ids=position_ids, use_cache=False).logits
-        found.append(logits[:, length:].float())
-    model.train(was_training)
-    # Other tokens may share an expert or a product, so the last bits may differ.
-    tolerance = 1e-4 if model.dtype == torch.float32 else 2e-2
-    return bool((found[0] - found[1]).abs().max() <= tolerance * found[0].abs().max())
 
 
 def prepare_tokenizer(start: Start, config: PreTrainedConfig, run: RunArguments) -> PreTrainedTokenizerBase:

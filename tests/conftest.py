@@ -53,6 +53,13 @@ def cli(monkeypatch, capsys):
 
 
 @pytest.fixture(autouse=True)
+def same_numbers():
+    """Draw the same numbers whatever ran before, so that a test that fails fails again alone."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def own_cores():
     """Undo what `helpers.set_core` chose when the test ends."""
     yield

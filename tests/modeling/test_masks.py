@@ -185,6 +185,17 @@ def test_a_call_registers_nothing(geometry, inputs):
 # Packing
 
 
+@pytest.mark.parametrize("places", [[*range(5), *range(4)], [*range(0, 27, 3)]], ids=["restart", "jump"])
+@pytest.mark.parametrize("name", ["opt", "bert", "granitemoehybrid", "llama"])
+@torch.no_grad()
+def test_positions_tell_documents_where_they_do_in_the_base(name, places):
+    """All of these but Llama join documents, the hybrid one in its recurrent layers alone."""
+    base = tiny_model(name)
+    call = {"input_ids": random_ids(1, 9), "position_ids": torch.tensor([places]), "use_cache": False}
+    expected = base(**call).logits
+    assert_close(interleave_heads(base, 2)(**call).logits, expected)
+
+
 @torch.no_grad()
 def test_documents_are_told_by_the_first_row_of_an_image_models_positions():
     """Keep documents apart as the base does, by positions [4, batch, N] whose first row is that of text."""
