@@ -54,7 +54,7 @@ from .virtual_tokens import (
 )
 
 
-# Arguments that need no conversion to virtual tokens there
+# `sdpa_in_blocks` does not read these, so they are left out before they would be converted to virtual tokens.
 UNREAD_BY_SDPA_IN_BLOCKS = ("position_ids", "cu_seq_lens_k", "max_length_k")
 
 
@@ -279,13 +279,14 @@ def arguments_for_layers(
 ) -> dict[str, Any]:
     """Return the keyword arguments that tell all layers what a call declares, without dense masks if they can.
 
-    Packed documents are kept apart, or raise a ValueError. For a base with windows `prepare_call` makes the cache, so
-    the last column applies unless use_cache=False.
+    Packed documents next to an attention_mask raise a ValueError. Without a mask:
 
         `how_decoder_separates`    no cache      the base makes one    one is given
         "bounds"                   kept apart    kept apart            ValueError
         "positions"                kept apart    kept apart            ValueError
-        "masks"                    kept apart    ValueError            ValueError
+        "masks"                    as the base   ValueError            ValueError
+
+    For a base with windows `prepare_call` makes the cache, so the last column applies unless use_cache=False.
     """
     config = decoder_config(decoder)
     mask, positions, bounds = (kwargs.get(name) for name in ("attention_mask", "position_ids", "cu_seq_lens_q"))

@@ -34,7 +34,9 @@ class HeadMixing(Mixing):
         self.add_weight("weight", torch.zeros(num_heads, num_heads, num_pseudo_heads))
 
     def init_mechanism(self, config):
-        """Start every pseudo-head near its own head (the paper gives no start); the noise makes them differ."""
+        """Start every pseudo-head near its own head, from random weights (the paper gives no start).
+
+        The noise makes them differ. `interleave_heads` starts otherwise, so that the base's outputs stay."""
         # Some configurations lack the field, such as OPT's, which has `init_std`.
         noise = torch.randn_like(self.weight) * getattr(config, "initializer_range", 0.02)
         self.init_weight("weight", torch.eye(len(noise)).to(noise).unsqueeze(-1) + noise)
@@ -54,7 +56,7 @@ class HeadCollapse(Mixing):
         self.add_weight("weight", torch.zeros(num_heads, num_sources * num_pseudo_heads))
 
     def init_mechanism(self, config):
-        """Start at the mean over the pseudo-heads."""
+        """Start at the mean over the pseudo-heads, from random weights."""
         num_heads, columns = self.weight.shape
         shares = torch.ones(num_heads, 1) if columns == self.num_pseudo_heads else torch.eye(num_heads)
         self.init_weight("weight", shares.repeat_interleave(self.num_pseudo_heads, dim=1) / self.num_pseudo_heads)

@@ -7,8 +7,8 @@ else: projections, RoPE, FFN. The classes here add what generation, saving and l
 They are made by name. `InterleavedLlamaForCausalLM` is the class (ModelMixin, LlamaForCausalLM), and its configuration
 `InterleavedLlamaConfig` is (ConfigMixin, LlamaConfig). config.json names them in `auto_map`.
 
-Read interleaving.py first, then virtual_tokens.py, interleaved_attention.py and sdpa_in_blocks.py. triton_kernels.py
-computes the same faster on a GPU.
+Read virtual_tokens.py first, which has the symbols of shapes, then interleaving.py, interleaved_attention.py and
+sdpa_in_blocks.py. triton_kernels.py computes the same faster on a GPU.
 """
 
 import sys
@@ -47,7 +47,7 @@ from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
 from .virtual_tokens import refuse_pages
 
 
-MODEL_TYPE = "interleaved"  # in config.json and nowhere else, so that nothing loads a checkpoint as the plain base
+MODEL_TYPE = "interleaved"  # in config.json and nowhere else, so that no Auto class loads the plain base
 TASKS = ("CausalLM", "SequenceClassification", "TokenClassification", "QuestionAnswering", "ImageTextToText")
 AUTO_CLASSES = ("AutoModel", *(f"AutoModelFor{task}" for task in (*TASKS, "MultimodalLM")))
 MIXING_MODULES = ("q_mix", "k_mix", "v_mix", "collapse")
@@ -99,13 +99,14 @@ class ConfigMixin:
     def save_pretrained(self, *args, **kwargs):
         """Save the configuration. Raise a ValueError if a plain model that holds the same object is being saved.
 
-        Such a model is the part `model.model`. Transformers sets `architectures` to its class before it saves it."""
+        Such a model is the part `model.model`. Transformers sets `architectures` to its class before this."""
+        # A plain model with a head may hold the interleaved part, and be saved rightly.
         plain = models_by_auto_class(base_class(type(self))).get("AutoModel")
         if plain is not None and self.architectures == [plain.__name__]:
             raise ValueError(
-                f"This {plain.__name__} would be saved by the configuration of a model with interleaved heads. If it "
-                "is a part of that model, save the whole model. If it is another model that was made from the same "
-                "configuration object, make each from a copy (copy.deepcopy)."
+                f"This {plain.__name__} would be saved by the configuration of a model with interleaved heads. "
+                "If it is a part of that model, save the whole model. If it is another model that was made from the "
+                "same configuration object, make each from a copy (copy.deepcopy)."
             )
         return super().save_pretrained(*args, **kwargs)
 
@@ -132,7 +133,9 @@ def without_types(fields: dict) -> dict:
 
 
 class ModelMixin:
-    """Give a model of Transformers virtual heads in the layers that its configuration lists."""
+    """Give a model of Transformers virtual heads in the layers that its configuration lists.
+
+    Attention weights, which "eager" alone returns, are those over virtual tokens, [batch, H, N * P, K * P]."""
 
     init_continuous_batching = refuse_pages  # of `generate_batch`
     is_backend_compatible = refuse_pages  # vLLM and SGLang ask for this
@@ -228,7 +231,7 @@ def is_mixing(name: str) -> bool:
 
 
 def take_classes(model: PreTrainedModel) -> None:
-    """Make a plain model and its configuration ones of the interleaved classes. A load has made them so."""
+    """Make a plain model and its configuration ones of the interleaved classes, which after a load they are."""
     if isinstance(model, ModelMixin):
         return
     config = model.config
@@ -332,8 +335,8 @@ def do_not_save_part(*args, **kwargs) -> None:
     raise ValueError("This part of a model with interleaved heads would load without them: save the whole model.")
 
 
-# The steps that give a model virtual heads, in order, each with the one that undoes it. All read the fields of the
-# configuration.
+# The steps that give a model virtual heads, in order, each with the one that undoes it, which only the package
+# `modeling_iha` calls. All read the fields of the configuration.
 EFFECTS = (
     (take_classes, return_classes),
     (add_heads, remove_heads),

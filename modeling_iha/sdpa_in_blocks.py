@@ -9,10 +9,10 @@ As FlashAttention, the function needs no mask with an entry for each pair of tok
     max_length_q      tokens of the longest document
     document_lengths  tokens of each document, where a GPU computes one after the other
 
-Under a flat mask query n is at key n, where FlashAttention aligns the ends. (`needs_no_dense_mask` leaves tokens after
-cached ones to dense masks.) Each document is computed by itself, and a window in blocks of queries with the keys
-that they reach. In half precision a GPU takes PyTorch's FlashAttention for both. SDPA gets the dense masks that
-Transformers makes for everything else.
+Under a flat mask query n is at key n, unlike in FlashAttention, which aligns the ends. (`needs_no_dense_mask` leaves
+tokens after cached ones to dense masks.) Each document is computed by itself, and a window in blocks of queries with
+the keys that they reach. In half precision a GPU takes PyTorch's FlashAttention for both. SDPA gets the dense masks
+that Transformers makes for everything else.
 """
 
 import math
@@ -200,9 +200,9 @@ def read_rows_of_one_document(
         return call
     if is_real.all():
         return with_a_document_for_each_row(call, backend)
-    # After a prompt with right padding `generate` reads what padding sees: the real tokens before it, and no padding.
-    is_read = not torch.is_grad_enabled() and not is_real[:, -1].all()
-    if is_read or not has_flash_attention(backend.device, backend.dtype):
+    # `generate` reads the logits of the last tokens. Those of right padding have to see the real tokens before them.
+    reads_padding = not torch.is_grad_enabled() and not is_real[:, -1].all()
+    if reads_padding or not has_flash_attention(backend.device, backend.dtype):
         return call
     return with_runs(call, backend, is_real)
 
@@ -235,7 +235,9 @@ def with_documents(call: Call, backend: Backend, begins: torch.Tensor) -> Call:
 
 
 def with_a_document_for_each_row(call: Call, backend: Backend) -> Call:
-    """Make each row a document, if no row has padding: `visibility_of_arguments` then drops bounds and mask."""
+    """Make each row a document. Callers know that no row has padding.
+
+    By the number of documents `visibility_of_arguments` knows it too, and drops the bounds and a mask of ones."""
     return call._replace(documents=row_bounds(call.rows, call.tokens, backend.device), longest=call.tokens)
 
 

@@ -124,11 +124,14 @@ def takes_flat_mask(core: str, **kwargs) -> bool:
 def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head, query, key) -> torch.Tensor:
     """Return whether queries see keys, by their places among virtual tokens, as Transformers' mask functions do.
 
-    `sees_token` is the mask function over tokens. A window of W > 1 tokens has to be the last W * P virtual tokens, as
-    FlashAttention computes it, and these begin within a token. So query n * P + p sees pseudo-heads up to p of the
-    tokens that token n sees, and later pseudo-heads of the tokens that token n - 1 sees. For example, in the table at
-    the top of this file with a window of two tokens, pseudo-head 0 of token 2 sees pseudo-head 0 of tokens 1 and 2,
-    and pseudo-head 1 of tokens 0 and 1.
+    `sees_token` is the mask function over tokens. Query n * P + p sees key k * P + j if
+
+        j <= p and token n sees token k, or j > p and token n - 1 sees token k.
+
+    Without a window this is causality over virtual tokens. A window of W > 1 tokens becomes the last W * P virtual
+    tokens, as FlashAttention computes it, and these begin within a token. For example, in the table at the top of this
+    file with a window of two tokens, pseudo-head 0 of token 2 sees pseudo-head 0 of tokens 1 and 2, and pseudo-head 1
+    of tokens 0 and 1.
 
     The places are single numbers, or a grid of all pseudo-heads of tokens, [1, 1, queries, 1] and [1, 1, 1, keys]. A
     grid is evaluated for its tokens, and the result repeated."""
@@ -275,7 +278,8 @@ def is_attention(operator: Any) -> bool:
 def takes_new_token(module: nn.Module, heads: Any, query, key, mask: Any, dropout: float | None) -> bool:
     """Return whether to compute one new token from the cached keys, without virtual ones (`attend_new_token`).
 
-    On a CPU that is slower where few tokens are cached."""
+    On a CPU that is slower where few tokens are cached. Next to cached tokens there always is a mask: for P queries
+    Transformers makes one."""
     if core_of(module.config) not in ("sdpa", SDPA_IN_BLOCKS):
         return False
     if query.shape[2] > 1 or dropout or mask is None or len(mask.shape) != 4 or not heads.collapses_per_head:
