@@ -68,7 +68,8 @@ class ConfigMixin:
             name in the model without a head.
         interleaved_window (`int`, *optional*): a window for these modules in tokens, besides the base's.
         mixing_scale (`float`): how many times the optimizer's rate the mixing learns at.
-        passes_cu_seq_lens, passes_windows (`bool`): whether the base hands these to its attention modules.
+        passes_windows (`bool`): whether the base hands its windows to its attention modules.
+        passes_cu_seq_lens (`bool`): the same of the bounds of documents, in a base that keeps documents apart.
         base_name_or_path (`str`): what the base was loaded from.
 
     An instance has the base's `model_type`, by which Transformers finds what an architecture needs."""
