@@ -117,7 +117,15 @@ def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: 
 
     Where the interleaved ones have a window that others lack (`has_two_masks`), a dense mask holds that of the others
     and that of the interleaved ones, one behind the other along the heads. A `BlockMask` of FlexAttention, which
-    cannot be cut to tokens, is a `LayerMasks` wherever there are others."""
+    cannot be cut to tokens, is a `LayerMasks` wherever there are others.
+
+    Raise a ValueError for an attention function without a mask function: aligned at the first key, as SDPA is without
+    a mask, the P queries of a new token would not see the cached ones. (vLLM asks for no masks.)"""
+    if core not in ALL_MASK_ATTENTION_FUNCTIONS:
+        raise ValueError(
+            f"The attention function {core!r} has no mask function, which interleaved heads need: register one, such "
+            f"as AttentionMaskInterface.register({core!r}, transformers.masking_utils.sdpa_mask)."
+        )
     of_others = kwargs | {"config": config, "mask_function": mask_function, "local_size": local_size}
     make_mask_of_tokens = ALL_MASK_ATTENTION_FUNCTIONS[core]
     if not hasattr(config, "num_pseudo_heads"):  # that of a vision tower
@@ -216,15 +224,7 @@ def register_core(core: str) -> str:
     """Register attention and masks over virtual tokens on an attention function, and return their name.
 
     A second copy of this code, which a checkpoint may bring, registers its own functions in place of these. Both read
-    the same attributes, so either serves all models.
-
-    Raise a ValueError for a function without a mask function: aligned at the first key, as SDPA is without a mask,
-    the P queries of a new token would not see the cached ones."""
-    if core not in ALL_MASK_ATTENTION_FUNCTIONS:
-        raise ValueError(
-            f"The attention function {core!r} has no mask function, which interleaved heads need: register one, such "
-            f"as AttentionMaskInterface.register({core!r}, transformers.masking_utils.sdpa_mask)."
-        )
+    the same attributes, so either serves all models."""
     name = PREFIX + core.replace("/", "--")  # a "/" would name a kernel of the Hub
     AttentionInterface.register(name, partial(attend_interleaved, core))
     AttentionMaskInterface.register(name, partial(interleaved_mask, core))
