@@ -20,6 +20,7 @@ from iha.kinds import described, virtual_tokens_per_token
 from iha.model_cost import Cost, ModelCost, Passes, cost_of_model, model_cost, passes_of_model
 from iha.plain_models import compared_with
 from iha.step_memory import StepMemory, Way, of_sharded_training, of_training
+from iha.without_data import check_can_share_rows, without_data
 
 
 # The memory and the seconds of a step, by the names of the ways to save memory. The first, "", saves none.
@@ -39,6 +40,8 @@ class Compared(NamedTuple):
 def cost(asked: CostArguments) -> None:
     """Print the costs of a model, and write them to a file if one is asked for. Raise `UserError`."""
     config = counted_config(asked)
+    if asked.share_rows > 1:
+        check_can_share_rows(without_data(config))
     parts = parts_of(config, model_cost(config, asked.tokens))
     this = Compared("this model", config, parts["whole model"])
     plain = [Compared(title, each, cost_of_model(each, asked.tokens)) for title, each in compared_with(config).items()]

@@ -336,8 +336,8 @@ def do_not_save_part(*args, **kwargs) -> None:
     raise ValueError("This part of a model with interleaved heads would load without them: save the whole model.")
 
 
-# The steps that give a model virtual heads, in order, each with the one that undoes it, which only the package
-# `modeling_iha` calls. All read the fields of the configuration.
+# The steps that give a model virtual heads, in order, each with the one that undoes it, for the package `modeling_iha`
+# and the vLLM plugin. All read the fields of the configuration.
 EFFECTS = (
     (take_classes, return_classes),
     (add_heads, remove_heads),

@@ -3,7 +3,7 @@
 
 As FlashAttention, the function needs no mask with an entry for each pair of tokens:
 
-    attention_mask    `None`, or [batch, keys] for padding (flat)
+    attention_mask    `None`, or [batch, keys] for padding (flat); a query that sees padding alone returns zero
     sliding_window    a number: query n sees the keys k with n - sliding_window < k <= n
     cu_seq_lens_q     where the documents of all rows begin, and the end, int32 [documents + 1]
     max_length_q      tokens of the longest document
@@ -402,23 +402,13 @@ def attend_flat(module, query, key, value, visibility: Visibility, options: dict
         return attend_without_padding(module, query, *first_keys(query, key, value), visibility, options)
     check_mask(visibility.padding, len(key), key.shape[2])
     num_features = value.shape[-1]
-    is_seeing = sees_real_key(visibility, query.shape[2])
+    # A query that sees padding alone then returns zero, as SDPA does for one that sees nothing. In training the last
+    # token of left padding predicts the first real one.
+    value = value.masked_fill(~visibility.padding[:, None, :, None], 0)
     if visibility.documents is None:
         query, key, value = hide_padding(query, key, value, visibility.padding)
     output = attend_without_padding(module, query, *first_keys(query, key, value), visibility, options)
-    return output[..., :num_features].masked_fill(~is_seeing[:, :, None, None], 0)
-
-
-def sees_real_key(visibility: Visibility, length: int) -> torch.Tensor:
-    """Return whether queries see a key that is not padding, [batch, length]. SDPA returns zero for those that do not.
-
-    Without this the tokens of left padding would see one another, and the last of them predicts the first real one."""
-    if visibility.documents is not None:  # each run of padding is one
-        return visibility.padding[:, :length]
-    counts = visibility.padding.cumsum(dim=-1)
-    if visibility.window is not None:
-        counts = counts - pad(counts, (visibility.window, 0))[:, : counts.shape[1]]
-    return counts[:, :length] > 0
+    return output[..., :num_features]
 
 
 def first_keys(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

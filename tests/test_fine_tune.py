@@ -72,7 +72,7 @@ def test_the_table_is_what_cost_predicts(columns):
         predicted = {"tokens/s, 8 GPUs": rate, "hours for a billion tokens, 8 GPUs": 1e9 / rate / 3600}
         for name, figure in predicted.items():
             told = float(rows[name][column].replace(",", ""))
-            assert told == pytest.approx(figure, abs=50 if told > 100 else 0.05), (name, column)
+            assert told == round(figure, -2 if figure > 100 else 1), (name, column)
     window, without, plain = counts
     assert (f"{window.training / plain.training:.2f}", f"{window.cache / plain.cache:.2f}") == ("0.97", "0.30")
     assert f"{without.training / plain.training:.1f}" == "2.8"

@@ -515,7 +515,7 @@ def test_what_cannot_be_shared_or_is_not_counted_is_refused():
     }.items():
         with pytest.raises(UserError, match=named):
             cost_command.main(["--preset", "tiny", "--tokens", "8", *words.split()])
-    words = "--preset tiny --set attention_kinds=talking_heads --tokens 8 --gpus 2 --share-rows 2"
+    words = "--preset tiny --set attention_kinds=talking_heads --tokens 8 --gpus 2 --share-rows 2 --no-memory"
     with pytest.raises(UserError, match="Layers that change scores"):
         cost_command.main(words.split())
     shared = Way(checkpointing=True, share_rows=8)
